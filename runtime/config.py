@@ -1,0 +1,151 @@
+"""The operator's choices. Facts about the engine are in the manifest; `resolve` puts the two together once.
+
+Precedence   defaults < manifest < explicit value. "auto" (None) does not survive `resolve`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+from runtime.contract import Manifest
+from runtime.errors import InvalidRequest, ManifestMismatch
+
+SCHEDULING_POLICIES = ("continuous", "static")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    kv_cache_memory_bytes: int | None = None  # None: from kv_cache_memory_fraction of free memory, capped at what can be used
+    kv_cache_memory_fraction: float = 0.5
+    num_blocks: int | None = None  # overrides both of the above
+    max_queue_size: int = 4096  # requests waiting or running
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "continuous"
+    num_threads: int | None = None
+    verify_checksums: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} is {value} but must be at least 1")
+        if not 0 < self.kv_cache_memory_fraction <= 1:
+            raise InvalidRequest(f"kv_cache_memory_fraction is {self.kv_cache_memory_fraction} but must be in (0, 1]")
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise InvalidRequest(
+                f"scheduling_policy is {self.scheduling_policy!r} but must be one of {', '.join(SCHEDULING_POLICIES)}"
+            )
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Every number the runtime uses, no "auto" left."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    max_queue_size: int
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    scheduling_policy: str
+    num_threads: int
+    verify_checksums: bool
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be taken without swapping: MemAvailable, or the cgroup's remainder where that is smaller."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            used = int(file.read())
+        if limit != "max":
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+def resolve(config: RuntimeConfig, manifest: Manifest) -> ResolvedConfig:
+    """Raises ManifestMismatch when a choice exceeds what the engine was built for, or the pool cannot hold one sequence."""
+
+    def limited(name: str) -> int:
+        built = getattr(manifest, name)
+        asked = getattr(config, name)
+        if asked is not None and asked > built:
+            raise ManifestMismatch(
+                f"{name}={asked} exceeds the {built} the engine was built for; rebuild with --{name.replace('_', '-')} {asked}"
+            )
+        return asked or built
+
+    max_model_len = limited("max_model_len")
+    max_num_seqs = limited("max_num_seqs")
+    max_num_batched_tokens = config.max_num_batched_tokens or manifest.max_num_batched_tokens
+    if max_num_batched_tokens < max_num_seqs:
+        raise InvalidRequest(
+            f"max_num_batched_tokens={max_num_batched_tokens} is smaller than max_num_seqs={max_num_seqs}, so a full batch could "
+            f"not decode; raise it to at least {max_num_seqs} or lower max_num_seqs"
+        )
+    block_size = manifest.kv_cache.block_size
+    bytes_per_block = manifest.kv_cache.bytes_per_token * block_size
+    blocks_per_seq = -(-max_model_len // block_size)
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    else:
+        budget = config.kv_cache_memory_bytes
+        if budget is None:
+            budget = int(free_memory_bytes() * config.kv_cache_memory_fraction)
+        num_blocks = min(budget // bytes_per_block, max_num_seqs * blocks_per_seq)
+    if num_blocks < blocks_per_seq:
+        need = blocks_per_seq * bytes_per_block
+        raise ManifestMismatch(
+            f"the KV cache has {num_blocks} blocks ({num_blocks * bytes_per_block} bytes) but one sequence of "
+            f"max_model_len={max_model_len} needs {blocks_per_seq} ({need} bytes); set kv_cache_memory_bytes={need} or more, "
+            f"or max_model_len={num_blocks * block_size} or less"
+        )
+    return ResolvedConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        max_queue_size=config.max_queue_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        scheduling_policy=config.scheduling_policy,
+        num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+        verify_checksums=config.verify_checksums,
+    )
+
+
+def from_strings(values: dict[str, str]) -> RuntimeConfig:
+    """RuntimeConfig from text, as in `--set name=value` or config.pbtxt parameters. Unknown names raise InvalidRequest."""
+    fields = {f.name: f for f in dataclasses.fields(RuntimeConfig)}
+    parsed: dict[str, object] = {}
+    for name, text in values.items():
+        if name not in fields:
+            raise InvalidRequest(f"unknown runtime option {name!r}; the options are {', '.join(sorted(fields))}")
+        kind = str(fields[name].type)
+        try:
+            if "bool" in kind:
+                parsed[name] = {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+            elif "int" in kind:
+                parsed[name] = int(text)
+            elif "float" in kind:
+                parsed[name] = float(text)
+            else:
+                parsed[name] = text
+        except (ValueError, KeyError):
+            raise InvalidRequest(f"{name} is {text!r} but must be {kind.removesuffix(' | None')}") from None
+    return RuntimeConfig(**parsed)  # type: ignore[arg-type]
