@@ -1,0 +1,84 @@
+"""Imports go one way (ARCHITECTURE.md). Read from the source, so that lazy imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = {"torch", "transformers", "onnx", "onnxscript", "onnx_ir", "gguf", "safetensors"}
+LEAVES = {"runtime.request", "runtime.errors"}
+# module → runtime modules it may import besides the leaves (request, errors)
+ARROWS = {
+    "runtime.errors": set(),
+    "runtime.request": set(),
+    "runtime.contract": set(),
+    "runtime.config": {"runtime.contract"},
+    "runtime.block_pool": set(),
+    "runtime.batch": set(),
+    "runtime.kv_cache": set(),
+    "runtime.scheduler": {"runtime.block_pool", "runtime.batch"},
+    "runtime.sampler": {"runtime.executors.base"},
+    "runtime.tokenizer": set(),
+    "runtime.text": {"runtime.tokenizer"},
+    "runtime.metrics": set(),
+    "runtime.executors.base": {"runtime.batch"},
+    "runtime.loop": {"runtime.scheduler", "runtime.batch", "runtime.executors.base", "runtime.sampler", "runtime.block_pool"},
+}
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def test_runtime_never_imports_builder_nor_the_export_libraries() -> None:
+    for path in modules("runtime"):
+        roots = {name.split(".")[0] for name in imports_of(path)}
+        assert not roots & (HEAVY | {"builder"}), f"{path} imports {roots & (HEAVY | {'builder'})}"
+
+
+def test_plugins_import_neither_builder_nor_runtime() -> None:
+    for path in modules("plugins"):
+        roots = {name.split(".")[0] for name in imports_of(path)}
+        assert not roots & {"builder", "runtime"}, path
+
+
+def test_builder_imports_only_the_contract_side_of_runtime_outside_its_entry_points() -> None:
+    allowed = {"runtime", "runtime.contract", "runtime.errors"}
+    entry_points = {"builder.build", "builder.accuracy", "builder.cli", "builder.deploy"}
+    for path in modules("builder"):
+        if name_of(path) not in entry_points:
+            used = {name for name in imports_of(path) if name.split(".")[0] == "runtime"}
+            assert used <= allowed, f"{path} imports {used - allowed}"
+
+
+@pytest.mark.parametrize("module", sorted(ARROWS))
+def test_runtime_arrows(module: str) -> None:
+    path = ROOT / (module.replace(".", "/") + ".py")
+    used = {name for name in imports_of(path) if name.startswith("runtime")}
+    assert used <= ARROWS[module] | LEAVES - {module}, f"{module} imports {used - ARROWS[module] - LEAVES}"
+
+
+def test_contract_needs_the_standard_library_only() -> None:
+    import sys
+
+    for name in imports_of(ROOT / "runtime/contract.py"):
+        assert name.split(".")[0] in sys.stdlib_module_names | {"runtime"}, name
