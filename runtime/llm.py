@@ -36,8 +36,25 @@ class LLM:
 
     def __init__(self, engine: str | os.PathLike[str], **options: Any) -> None:
         """`options` are the fields of RuntimeConfig."""
-        self.engine = Engine.load(engine, RuntimeConfig(**options))
-        self.tokenizer = self.engine.tokenizer
+        self._adopt(Engine.load(engine, RuntimeConfig(**options)))
+
+    def _adopt(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """Wrap an engine that is already loaded; `close` closes it."""
+        llm = cls.__new__(cls)
+        llm._adopt(engine)
+        return llm
+
+    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
+        """Token ids of a prompt, or of a user message in the chat template."""
+        if not chat:
+            return self.tokenizer.encode(prompt)
+        text = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def generate(
         self,

@@ -1,0 +1,41 @@
+"""The steps of a build as the user sees them: one bar, seconds per stage, peak memory. Writes to stderr only."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+
+class Stages:
+    """`with stages("export"): ...` times a stage and moves the bar."""
+
+    def __init__(self, names: tuple[str, ...], *, quiet: bool = False) -> None:
+        self.seconds: dict[str, float] = {}
+        self._bar = tqdm(
+            total=len(names), file=sys.stderr, disable=quiet, bar_format="{desc:<12}|{bar:24}| {n_fmt}/{total_fmt} {elapsed}"
+        )
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._bar.set_description_str(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self._bar.update()
+
+    def note(self, text: str) -> None:
+        if not self._bar.disable:
+            self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

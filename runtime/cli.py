@@ -1,0 +1,127 @@
+"""`runtime generate | serve`: use an engine from the shell."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime import __version__
+from runtime.errors import ForgelineError, InvalidRequest
+
+
+def parser() -> argparse.ArgumentParser:
+    main = argparse.ArgumentParser(prog="runtime", description="Run and serve Forgeline engines.")
+    main.add_argument("--version", action="version", version=f"forgeline {__version__}")
+    commands = main.add_subparsers(dest="command", required=True)
+
+    generate = commands.add_parser("generate", help="complete prompts in this process, without a server")
+    generate.add_argument("engine", type=Path)
+    generate.add_argument("--prompt", action="append", required=True, help="repeat for several prompts in one batch")
+    generate.add_argument("--chat", action="store_true", help="wrap each prompt as a user message in the chat template")
+    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--stop", action="append", default=[], help="stop string; repeat for several")
+    generate.add_argument("--ignore-eos", action="store_true")
+    generate.add_argument("--json", action="store_true", help="one JSON object per prompt instead of text")
+    _engine_options(generate)
+
+    serve = commands.add_parser("serve", help="start and supervise Triton Inference Server on a model repository")
+    serve.add_argument("--repository", type=Path, required=True)
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--http-port", type=int, default=8000)
+    serve.add_argument("--grpc-port", type=int, default=8001)
+    serve.add_argument("--metrics-port", type=int, default=8002)
+    serve.add_argument("--log-file", type=Path, help="Triton's log; default: standard error")
+    return main
+
+
+def _engine_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a runtime option, e.g. num_threads=2")
+
+
+def _options(pairs: Sequence[str]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise InvalidRequest(f"--set {pair!r} must have the form NAME=VALUE")
+        options[name] = value
+    return options
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    from runtime.config import from_strings
+    from runtime.engine import Engine
+    from runtime.llm import LLM
+    from runtime.request import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+    )
+    with LLM.from_engine(Engine.load(arguments.engine, from_strings(_options(arguments.set)))) as llm:
+        if len(arguments.prompt) == 1 and not arguments.json:
+            for output in llm.stream(llm.encode(arguments.prompt[0], chat=arguments.chat), params):
+                print(output.text, end="", flush=True)
+            print()
+            return 0
+        prompts = [llm.encode(prompt, chat=arguments.chat) for prompt in arguments.prompt]
+        for prompt, completion in zip(arguments.prompt, llm.generate(prompts, params), strict=True):
+            if arguments.json:
+                times = completion.timings
+                record = {
+                    "prompt": prompt,
+                    "text": completion.text,
+                    "token_ids": completion.token_ids,
+                    "finish_reason": completion.finish_reason.value,
+                    "num_prompt_tokens": completion.num_prompt_tokens,
+                    "queue_ms": round(times.queue_ms(), 3),
+                    "prefill_ms": round(times.prefill_ms(), 3),
+                    "decode_ms": round(times.decode_ms(), 3),
+                    "ttft_ms": round(times.ttft_ms(), 3),
+                }
+                print(json.dumps(record, ensure_ascii=False))
+            else:
+                print(f"--- {prompt}\n{completion.text}")
+    return 0
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    from runtime.serving.server import serve_main
+
+    return serve_main(
+        arguments.repository,
+        host=arguments.host,
+        http_port=arguments.http_port,
+        grpc_port=arguments.grpc_port,
+        metrics_port=arguments.metrics_port,
+        log_file=arguments.log_file,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        return {"generate": generate, "serve": serve}[arguments.command](arguments)
+    except ForgelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
