@@ -1,0 +1,78 @@
+"""The build report: what was fused, how many bytes each weight takes, what accuracy was lost, how much memory serving needs.
+
+`report.json` holds everything; `report.html` shows it to a person. No figure here is computed, only laid out.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.contract import REPORT_JSON
+
+
+def write_report(root: Path, report: Mapping[str, Any]) -> None:
+    (root / REPORT_JSON).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (root / "report.html").write_text(to_html(report), encoding="utf-8")
+
+
+def to_html(report: Mapping[str, Any]) -> str:
+    title = html.escape(str(report.get("model", {}).get("name", "engine")))
+    parts = [
+        "<!doctype html><meta charset='utf-8'>",
+        f"<title>{title}: build report</title>",
+        "<style>body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+        "table{border-collapse:collapse;margin:.5rem 0 1.5rem}td,th{border-bottom:1px solid #ddd;padding:.25rem .8rem;"
+        "text-align:left;vertical-align:top}h2{margin:1.6rem 0 .3rem}td{font-variant-numeric:tabular-nums}</style>",
+        f"<h1>{title}</h1>",
+    ]
+    for section, content in report.items():
+        parts.append(f"<h2>{html.escape(section.replace('_', ' '))}</h2>{_table(content)}")
+    return "\n".join(parts) + "\n"
+
+
+def _table(content: Any) -> str:
+    if isinstance(content, Mapping):
+        rows = "".join(f"<tr><th>{html.escape(str(k))}</th><td>{_table(v)}</td></tr>" for k, v in content.items())
+        return f"<table>{rows}</table>" if rows else "none"
+    if isinstance(content, list | tuple):
+        return "<br>".join(_table(item) for item in content) or "none"
+    if isinstance(content, float):
+        return f"{content:.6g}"
+    return html.escape(str(content))
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """The lines `builder build` and `builder inspect` print."""
+    model, weights, memory = report["model"], report["weights"], report["memory"]
+    lines = [
+        f"model       {model['name']} ({model['architecture']}, {model['num_parameters'] / 1e6:.1f} M parameters)",
+        f"target      {report['target']}, precision {report['precision']}, "
+        f"KV cache {memory['key_dtype']}:{memory['value_dtype']}, block {memory['block_size']}",
+        f"weights     {weights['total_bytes'] / 1e6:.1f} MB, {weights['bytes_per_weight']:.3f} bytes per weight",
+        *(
+            f"            {name:<11} {entry['bytes_per_weight']:.3f} bytes per weight ({entry['dtype']})"
+            for name, entry in weights["classes"].items()
+        ),
+        f"nodes       {report['fusion']['nodes_before']} exported, {report['fusion']['nodes_after']} fused: "
+        + ", ".join(f"{name} {count}" for name, count in report["fusion"]["counts"].items() if count),
+        f"KV memory   {memory['kv_bytes_per_token']} bytes per token, {memory['kv_bytes_per_sequence'] / 1e6:.1f} MB per sequence of "
+        f"{memory['max_model_len']} tokens",
+    ]
+    accuracy = report.get("accuracy") or {}
+    if accuracy:
+        text = f"accuracy    perplexity {accuracy['perplexity']:.3f}"
+        if "reference_perplexity" in accuracy:
+            text += (
+                f", fp32 {accuracy['reference_perplexity']:.3f} (ratio {accuracy['perplexity_ratio']:.4f}), "
+                f"KL {accuracy['mean_kl']:.5f}, top-1 agreement {accuracy['top1_agreement']:.4f}"
+            )
+        lines.append(text + f", on {accuracy['num_tokens']} held-out tokens")
+    build = report.get("build") or {}
+    if build:
+        stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build["seconds"].items())
+        lines.append(f"build       {stages}; peak memory {build['peak_rss_bytes'] / 1e6:.0f} MB")
+    return "\n".join(lines)
