@@ -59,6 +59,14 @@ def v_pool(layer: int) -> str:
     return f"v_pool.{layer}"
 
 
+def k_pool_out(layer: int) -> str:
+    return f"k_pool_out.{layer}"
+
+
+def v_pool_out(layer: int) -> str:
+    return f"v_pool_out.{layer}"
+
+
 MANIFEST_FILE = "manifest.json"
 PLAN_DIR = "plan"
 TOKENIZER_DIR = "tokenizer"

@@ -1,0 +1,156 @@
+"""A model's files become a torch module in fp32, its ModelSpec and its tokenizer. The only file that loads weights.
+
+What can be refused without torch is refused first (source.py, families.py); transformers is imported when weights are needed.
+
+Raises   ModelNotFound, UnsupportedModel, CorruptCheckpoint
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from builder import families
+from builder import source as files
+from builder.source import GENERATION_CONFIG, Source
+from runtime.contract import ModelSpec
+from runtime.errors import CorruptCheckpoint, UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    model: Any  # transformers causal LM, fp32, eval mode
+    spec: ModelSpec
+    source: Source
+
+    @property
+    def sha256(self) -> str:
+        return self.spec.source_sha256
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """tokenizer.json, tokenizer_config.json, the chat template and generation_config.json."""
+        write_tokenizer(self.source, self.model.generation_config, directory)
+
+
+def source_sha256(source: str) -> str:
+    """Hash of config, weights and tokenizer, without torch; the key of the build cache."""
+    found = files.resolve(source)
+    files.check(found)
+    return files.sha256(found)
+
+
+def source_bytes(source: str) -> int:
+    """Size of the weight files, without torch."""
+    return files.num_bytes(files.resolve(source))
+
+
+def load_checkpoint(source: str) -> Checkpoint:
+    found = files.resolve(source)
+    files.check(found)
+    from builder.attention_hook import quiet
+
+    with quiet():
+        model = _load_model(found)
+        return Checkpoint(model, _model_spec(model, found.name, files.sha256(found)), found)
+
+
+def _load_model(source: Source) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.path)}
+    if source.is_gguf:
+        where = {"pretrained_model_name_or_path": str(source.path.parent), "gguf_file": source.path.name}
+    try:
+        config = AutoConfig.from_pretrained(**where)
+        if source.is_gguf:
+            families.check_config(config.to_dict(), source.given)
+            where["quantization_config"] = GgufConfig(dequantize=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **where, config=config, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+        )
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # safetensors, gguf and torch each raise their own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "is not supported yet" in reason:
+            raise UnsupportedModel(f"{source.given}: {reason}; the supported architectures are {families.supported()}") from error
+        raise CorruptCheckpoint(
+            f"{source.given} cannot be loaded ({type(error).__name__}: {reason}); copy the checkpoint again"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise CorruptCheckpoint(
+            f"{source.given} lacks {len(missing)} of the model's weights ({missing[0]}); copy the checkpoint again"
+        )
+    return model.eval()
+
+
+def model_spec(model: Any, name: str = "model", sha256: str = "") -> ModelSpec:
+    """The ModelSpec of a transformers causal LM that is already in memory."""
+    from builder.attention_hook import quiet
+
+    with quiet():
+        return _model_spec(model, name, sha256)
+
+
+def _model_spec(model: Any, name: str, sha256: str) -> ModelSpec:
+    from builder.attention_hook import attention_layers
+
+    config, generation = model.config, model.generation_config
+    return ModelSpec(
+        name=name,
+        architecture=type(model).__name__,
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=attention_layers(model),
+        max_position_embeddings=config.max_position_embeddings,
+        bos_token_id=_first(generation.bos_token_id, getattr(config, "bos_token_id", None)),
+        eos_token_ids=_all(generation.eos_token_id, getattr(config, "eos_token_id", None)),
+        pad_token_id=_first(generation.pad_token_id, getattr(config, "pad_token_id", None)),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        source_sha256=sha256,
+    )
+
+
+def _all(*values: int | Iterable[int] | None) -> tuple[int, ...]:
+    """Each id once, in order of appearance."""
+    found: dict[int, None] = {}
+    for value in values:
+        if value is not None:
+            found.update(dict.fromkeys([value] if isinstance(value, int) else value))
+    return tuple(found)
+
+
+def _first(*values: int | Iterable[int] | None) -> int | None:
+    return next(iter(_all(*values)), None)
+
+
+def write_tokenizer(source: Source, generation_config: Any, directory: Path) -> None:
+    from builder.attention_hook import quiet
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with quiet():
+        from transformers import AutoTokenizer
+
+        try:
+            if source.is_gguf:
+                tokenizer = AutoTokenizer.from_pretrained(str(source.path.parent), gguf_file=source.path.name)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(str(source.path))
+            tokenizer.save_pretrained(str(directory))
+        except Exception as error:  # tokenizers raises plain Exception
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CorruptCheckpoint(
+                f"the tokenizer of {source.given} cannot be loaded ({reason}); copy the tokenizer's files again"
+            ) from error
+        if not (directory / "tokenizer.json").is_file():
+            raise UnsupportedModel(f"the tokenizer of {source.given} cannot be written as tokenizer.json; add a tokenizer.json")
+        original = source.path / GENERATION_CONFIG
+        if not source.is_gguf and original.is_file():
+            shutil.copyfile(original, directory / GENERATION_CONFIG)
+        else:
+            (directory / GENERATION_CONFIG).write_text(generation_config.to_json_string(), encoding="utf-8")

@@ -1,0 +1,89 @@
+"""Which models can be built: an explicit list, checked against config.json before any weight is read.
+
+A family is here when a tiny random model of it matches Hugging Face eager attention through the reference executor
+(tests/runtime/test_reference_executor.py). Everything else is refused by name.
+
+Raises  UnsupportedModel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.errors import UnsupportedModel
+
+# architecture (Hugging Face class) → model_type of its config
+FAMILIES = {
+    "CohereForCausalLM": "cohere",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTJForCausalLM": "gptj",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "OPTForCausalLM": "opt",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+}
+_BY_TYPE = {model_type: architecture for architecture, model_type in FAMILIES.items()}
+
+# Frequencies that depend on the length of the running batch cannot be part of a static graph.
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+
+
+def supported() -> str:
+    return ", ".join(sorted(FAMILIES))
+
+
+def check_config(config: Mapping[str, Any], source: str) -> str:
+    """The architecture `config` (config.json as a dict) describes, once it is known that it can be built."""
+    model_type = str(config.get("model_type", ""))
+    named = config.get("architectures") or []
+    architecture = str(named[0]) if named else _BY_TYPE.get(model_type, "")
+    if architecture not in FAMILIES:
+        what = architecture or model_type or "an unnamed architecture"
+        if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+            raise UnsupportedModel(f"{source}: {what} is not supported; the supported architectures are {supported()}")
+        raise UnsupportedModel(
+            f"{source}: {what} is not a causal language model; give a model with one of the architectures {supported()}"
+        )
+    if model_type != FAMILIES[architecture]:
+        raise UnsupportedModel(
+            f"{source}: config.json says {architecture} but model_type {model_type!r} instead of {FAMILIES[architecture]!r}; "
+            "correct config.json"
+        )
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise UnsupportedModel(
+            f"{source}: the weights are already quantized ({method}); build from the unquantized checkpoint or a GGUF file"
+        )
+    for rope in _rope_types(config):
+        if rope not in _STATIC_ROPE:
+            raise UnsupportedModel(
+                f"{source}: rotary embedding of type {rope!r} depends on the length of the batch and is not supported; "
+                f"use a checkpoint with one of {', '.join(_STATIC_ROPE)}"
+            )
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModel(f"{source}: use_bidirectional_attention is set but only causal attention is supported")
+    return architecture
+
+
+def _rope_types(config: Mapping[str, Any]) -> list[str]:
+    """rope_scaling (old) or rope_parameters (new), the latter possibly one per layer type."""
+    found = []
+    for key in ("rope_scaling", "rope_parameters"):
+        parameters = config.get(key) or {}
+        for entry in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
+            kind = entry.get("rope_type", entry.get("type"))
+            if isinstance(kind, str):
+                found.append(kind)
+    return found
