@@ -1,0 +1,108 @@
+"""PagedAttention on the CPU: OpenVINO's own paged attention, reached from ONNX through a ConversionExtension.
+
+`builder.targets.openvino` lowers forgeline::PagedAttention to forgeline::OpenVINOPagedAttention; reading such a model turns each of
+those nodes into `_PagedAttentionExtension`, a private operation of OpenVINO with 28 inputs, so openvino is pinned in pyproject.
+The plug-in chooses the layout of the pools: `[num_blocks, Hkv, 32, D (+ 8 bytes of scale and zero point when 8-bit)]`, updated in
+place. Used by the builder (compile and check) and by the runtime's executor alike, so that both see the same engine.
+
+Shapes   q [T, Hq*D]   k, v [T, Hkv*D]   → [T, Hq*D]
+         past_lens [B], subsequence_begins [B+1], block_indices [N], block_indices_begins [B+1], max_context_len []   int32
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino.op as ov_op
+from openvino.frontend.onnx import ConversionExtension
+
+from plugins.paged_attention.op import DOMAIN
+
+LOWERED_OP = "OpenVINOPagedAttention"
+METADATA = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
+BLOCK_SIZE = 32  # fixed by the CPU plug-in
+POOL_PREFIXES = ("k_pool.", "v_pool.")
+KV_DTYPES = ("f32", "f16", "u8")
+
+_NO_I32 = np.zeros((0,), np.int32)
+_NO_F32 = np.zeros((0,), np.float32)
+_ZERO_I32 = np.zeros((), np.int32)
+
+
+def _convert(node: Any) -> list[ov.Output]:
+    """One lowered node → the private op. Every optional feature is off: an empty constant, or zero where a scalar is required."""
+
+    def constant(value: np.ndarray) -> ov.Output:
+        return ov_op.Constant(value).output(0)
+
+    inputs = [node.get_input(index) for index in range(10)]  # q, k, v, pools, METADATA
+    scale = np.array(node.get_attribute("scale"), np.float32)
+    window = np.array(node.get_attribute("sliding_window"), np.int32)
+    op = ov_op._PagedAttentionExtension(
+        [
+            *inputs[:9],
+            constant(scale),  # 9
+            constant(window),  # 10
+            constant(_NO_F32),  # 11 alibi slopes
+            inputs[9],  # 12 max_context_len
+            constant(_NO_I32),  # 13 score aggregation window
+            constant(_NO_I32),  # 14 rotated block indices
+            constant(_NO_I32),  # 15 rotation deltas
+            constant(_NO_F32),  # 16 rotation table
+            constant(_NO_F32),  # 17 xattention threshold
+            constant(_ZERO_I32),  # 18 xattention block size
+            constant(_ZERO_I32),  # 19 xattention stride
+            constant(np.zeros((0, 0, 0, 0), np.float32)),  # 20 sinks
+            constant(_ZERO_I32),  # 21 adaptive eviction: start size
+            constant(_NO_I32),  # 22   evictable sizes
+            constant(_NO_I32),  # 23   diversity block indices
+            constant(_NO_I32),  # 24   their begins
+            constant(_NO_I32),  # 25 token types
+            constant(np.zeros((0,), np.uint8)),  # 26 query-query mask
+            constant(_NO_I32),  # 27   its begins
+        ]
+    )
+    info = op.get_rt_info()  # the plug-in sizes the pools from these
+    for side in ("k", "v"):
+        info[f"num_{side}_heads"] = node.get_attribute("num_kv_heads")
+        info[f"{side}_head_size"] = node.get_attribute("head_dim")
+    return [op.output(0)]
+
+
+def is_pool(name: str) -> bool:
+    return name.startswith(POOL_PREFIXES)
+
+
+def read_model(core: ov.Core, path: str | os.PathLike[str]) -> ov.Model:
+    """Read a lowered model. Pools of a paged model become inputs whose type and layout the plug-in chooses when it compiles."""
+    core.add_extension(ConversionExtension(LOWERED_OP, DOMAIN, _convert))
+    model = core.read_model(os.fspath(path))
+    if any(op.get_type_name() == "PagedAttentionExtension" for op in model.get_ops()):
+        for parameter in model.get_parameters():
+            if is_pool(parameter.get_friendly_name()):
+                parameter.set_element_type(ov.Type.dynamic)
+                parameter.set_partial_shape(ov.PartialShape([-1] * 4))
+        model.validate_nodes_and_infer_types()
+    return model
+
+
+def compile_options(
+    *, key_dtype: str, value_dtype: str, inference_precision: str, dynamic_quantization_group_size: int, num_threads: int
+) -> dict[str, Any]:
+    """Options of `core.compile_model(model, "CPU", ...)`.
+
+    Keys quantize by token: quantizing them by channel makes the stored keys depend on how a prompt was cut into chunks.
+    dynamic_quantization_group_size: activations a scale covers in layers with quantized weights; 0 leaves them in f32.
+    """
+    return {
+        "INFERENCE_NUM_THREADS": num_threads,
+        "INFERENCE_PRECISION_HINT": inference_precision,
+        "PERFORMANCE_HINT": "LATENCY",
+        "KEY_CACHE_PRECISION": key_dtype,
+        "VALUE_CACHE_PRECISION": value_dtype,
+        "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": dynamic_quantization_group_size,
+    }
