@@ -5,6 +5,7 @@ Shapes   as in contract.py: T = Σ num_scheduled_tokens, B = len(requests), R = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,45 +50,89 @@ class StepInputs:
 
 
 class BatchBuilder:
+    """Keeps what does not change from step to step: a row whose block table only grew costs its new blocks, not its length.
+
+    Relies on `Request.block_table` being a new list whenever it does anything but grow.
+    """
+
     def __init__(self, block_size: int, max_num_batched_tokens: int) -> None:
         self.block_size = block_size
         self._ids = np.empty(max_num_batched_tokens, np.int64)
         self._positions = np.empty(max_num_batched_tokens, np.int64)
         self._slots = np.empty(max_num_batched_tokens, np.int32)
+        self._table = np.zeros((1, 1), np.int32)
+        self._sources: list[list[int]] = []  # the list each row of _table was filled from …
+        self._lengths: list[int] = []  # … and how much of it
 
     def build(self, batch: ScheduledBatch) -> StepInputs:
+        """The inputs of a batch that has at least one row."""
         size = self.block_size
-        rows = len(batch.requests)
-        starts = np.zeros(rows + 1, np.int32)
-        np.cumsum(batch.num_scheduled_tokens, out=starts[1:])
-        seq_lens = np.empty(rows, np.int32)
-        width = max(len(request.block_table) for request in batch.requests)
-        table = np.zeros((rows, width), np.int32)
-        sampling: list[int] = []
+        total = batch.num_tokens
+        if total > len(self._ids):  # a whole prompt past the budget, with chunked prefill off
+            self._ids, self._positions = np.empty(total, np.int64), np.empty(total, np.int64)
+            self._slots = np.empty(total, np.int32)
+        self._fill_table([request.block_table for request in batch.requests])
+        starts, seq_lens, sampling = [0], [], []
+        ids: list[int] = []  # of the run of single-token rows that ends at the current one
+        positions: list[int] = []
+        slots: list[int] = []
+        end = 0
         for row, (request, count) in enumerate(zip(batch.requests, batch.num_scheduled_tokens, strict=True)):
-            begin, first = int(starts[row]), request.num_computed_tokens
-            blocks = request.block_table
-            table[row, : len(blocks)] = blocks
-            seq_lens[row] = first + count
-            if count == 1:  # decode: no array work
-                self._ids[begin] = request.token_ids[first]
-                self._positions[begin] = first
-                self._slots[begin] = blocks[first // size] * size + first % size
+            first = request.num_computed_tokens
+            if count == 1:
+                ids.append(request.token_ids[first])
+                positions.append(first)
+                slots.append(request.block_table[first // size] * size + first % size)
             else:
-                end = begin + count
-                positions = np.arange(first, first + count)
-                self._ids[begin:end] = request.token_ids[first : first + count]
-                self._positions[begin:end] = positions
-                self._slots[begin:end] = table[row, positions // size] * size + positions % size
-            if batch.samples(row):
-                sampling.append(begin + count - 1)
-        total = int(starts[-1])
+                self._write_run(end, ids, positions, slots)
+                place = slice(end, end + count)
+                where = np.arange(first, first + count)
+                self._ids[place] = request.token_ids[first : first + count]
+                self._positions[place] = where
+                self._slots[place] = self._table[row, where // size] * size + where % size
+            end += count
+            starts.append(end)
+            seq_lens.append(first + count)
+            if first + count == request.num_tokens:
+                sampling.append(end - 1)
+        self._write_run(end, ids, positions, slots)
+        rows, width = len(batch.requests), max(self._lengths[: len(batch.requests)])
         return StepInputs(
             input_ids=self._ids[:total],
             positions=self._positions[:total],
             slot_mapping=self._slots[:total],
-            block_table=table,
-            query_start_loc=starts,
-            seq_lens=seq_lens,
+            block_table=np.ascontiguousarray(self._table[:rows, :width]),
+            query_start_loc=np.array(starts, np.int32),
+            seq_lens=np.array(seq_lens, np.int32),
             logits_indices=np.array(sampling, np.int64),
         )
+
+    def _write_run(self, end: int, ids: list[int], positions: list[int], slots: list[int]) -> None:
+        """Write the collected single-token rows, which end before index `end`, and empty the lists."""
+        if ids:
+            place = slice(end - len(ids), end)
+            self._ids[place], self._positions[place], self._slots[place] = ids, positions, slots
+            ids.clear()
+            positions.clear()
+            slots.clear()
+
+    def _fill_table(self, tables: Sequence[list[int]]) -> None:
+        rows, width = len(tables), max(map(len, tables))
+        if rows > self._table.shape[0] or width > self._table.shape[1]:
+            grown = np.zeros((max(rows, self._table.shape[0]), max(2 * width, self._table.shape[1])), np.int32)
+            grown[: self._table.shape[0], : self._table.shape[1]] = self._table
+            self._table = grown
+        for row, blocks in enumerate(tables):
+            length = len(blocks)
+            if row == len(self._sources):
+                self._sources.append([])
+                self._lengths.append(0)
+            filled = self._lengths[row]
+            if self._sources[row] is blocks and length >= filled:
+                if length > filled:
+                    self._table[row, filled:length] = blocks[filled:]
+            else:
+                self._table[row, :length] = blocks
+                self._table[row, length:filled] = 0
+                self._sources[row] = blocks
+            self._lengths[row] = length

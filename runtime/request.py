@@ -132,7 +132,8 @@ class Request:
         self.fork_of = fork_of  # start from this request's prompt blocks, copy-on-write
         self.token_ids = list(prompt_token_ids)  # prompt + output
         self.num_computed_tokens = 0
-        self.block_table: list[int] = []
+        self.block_table: list[int] = []  # grows in place; any other change is a new list (batch.py relies on it)
+        self.block_keys: list[bytes] = []  # prefix keys of the full blocks of token_ids, as far as worked out
         self.finish_reason: FinishReason | None = None
         self.error: str = ""
         self.num_preemptions = 0
