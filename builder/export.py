@@ -1,4 +1,4 @@
-"""transformers causal LM → canonical graph: standard ONNX (opset 23) plus forgeline::PagedAttention, contract.py's inputs and outputs.
+"""transformers causal LM → canonical graph: standard ONNX (opset 23) plus forgeline::PagedAttention, with the I/O of contract.py.
 
 The model runs on one packed token axis (batch 1, T tokens of B sequences); its own forward does everything but attention, so
 soft caps, logit scales and embedding multipliers need no code here. torch.onnx.export traces it; `_normalise` then brings the
@@ -48,7 +48,8 @@ def export_model(model: Any, spec: ModelSpec) -> ir.Model:
             output_names=_output_names(spec),
             dynamic_shapes=_dynamic_shapes(spec),
         )
-        graph = _normalise(program.model, _head_name(model))
+    head, embedding = (_weight_name(model, x) for x in (model.get_output_embeddings(), model.get_input_embeddings()))
+    graph = _normalise(program.model, head, embedding)
     _check(graph, spec)
     return graph
 
@@ -164,18 +165,17 @@ def _dynamic_shapes(spec: ModelSpec) -> tuple[Any, ...]:
     return (tokens, tokens, tokens, table, {0: "num_seqs_plus_1"}, {0: "num_seqs"}, {0: "num_logits"}, pools, pools)
 
 
-def _head_name(model: Any) -> str:
-    head = model.get_output_embeddings()
-    return next(name for name, module in model.named_modules() if module is head) + ".weight"
+def _weight_name(model: Any, owner: Any) -> str:
+    return next(name for name, module in model.named_modules() if module is owner) + ".weight"
 
 
 # ---------------------------------------------------------------------------------------------------------- normal form
 
 
-def _normalise(model: ir.Model, head: str) -> ir.Model:
+def _normalise(model: ir.Model, head: str, embedding: str) -> ir.Model:
     """The exporter's raw graph in the form that this file's header promises."""
-    _strip_prefix(model.graph)
-    _transpose_weights(model.graph, head)
+    _name_weights(model.graph)
+    _transpose_weights(model.graph, head, embedding)
     passes.InlinePass()(model)
     for _ in range(2):
         optimizer.fold_constants(model)
@@ -199,11 +199,13 @@ def _normalise(model: ir.Model, head: str) -> ir.Model:
     return model
 
 
-def _strip_prefix(graph: ir.Graph) -> None:
-    """model_.model.layers.0… → model.layers.0…, the name in the checkpoint."""
-    for value in list(graph.initializers.values()):
-        if value.name is not None and value.name.startswith(_PREFIX):
-            value.name = value.name.removeprefix(_PREFIX)
+def _name_weights(graph: ir.Graph) -> None:
+    """model_.model.layers.0… → model.layers.0…, the name in the checkpoint; a tied weight's unused second name goes."""
+    for name, value in list(graph.initializers.items()):
+        if not value.uses():
+            del graph.initializers[name]
+        elif name.startswith(_PREFIX):
+            value.name = name.removeprefix(_PREFIX)
 
 
 def _register(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
@@ -213,20 +215,20 @@ def _register(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     return value
 
 
-def _transpose_weights(graph: ir.Graph, head: str) -> None:
-    """Transpose(weight [out, in]) → weight [in, out], as a view. A tied head leaves the embedding and gets its own name."""
+def _transpose_weights(graph: ir.Graph, head: str, embedding: str) -> None:
+    """Transpose(weight [out, in]) → weight [in, out], as a view. A tied weight becomes two: the embedding and the head."""
     transposes: dict[ir.Value, list[ir.Node]] = {}
     for node in graph:
         if node.op_type == "Transpose" and node.inputs[0] is not None and node.inputs[0].is_initializer():
             transposes.setdefault(node.inputs[0], []).append(node)
     for weight, nodes in transposes.items():
         assert weight.const_value is not None and weight.name is not None
+        assert all(tuple(node.attributes["perm"].as_ints()) == (1, 0) for node in nodes), f"{weight.name}: not a matrix"
         name = weight.name
-        if len(nodes) < len(weight.uses()):
-            name = head
+        if len(weight.uses()) > len(nodes):
+            name, weight.name = head, embedding
         else:
             del graph.initializers[name]
-        assert all(tuple(node.attributes["perm"].as_ints()) == (1, 0) for node in nodes), f"{name}: not a matrix transpose"
         transposed = _register(graph, name, weight.const_value.numpy().T)
         for node in nodes:
             ir.convenience.replace_all_uses_with(node.outputs[0], transposed)

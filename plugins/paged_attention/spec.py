@@ -5,7 +5,6 @@ block. What lies in the pools beyond a sequence's length (free pages, even NaN) 
 
 B sequences, T tokens, Q longest query, M blocks per sequence, L = M * block_size, G = Hq / Hkv query heads per KV head.
 """
-# ruff: noqa: N802  (function names are op names)
 
 from __future__ import annotations
 
