@@ -1,0 +1,149 @@
+"""Batched arithmetic on rows of logits: filters, random choice, logprobs. Pure functions of numpy arrays; knows no requests.
+
+Every row's result depends on that row alone, bit for bit, so a request draws the same tokens in any batch: reductions run
+along contiguous rows, sums that decide a choice are sequential per row, and ties go to the lower token id.
+
+Shapes   values [N, V] float32, finite or -inf; parameters and uniforms [N]; K = widest candidate list of the batch
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating[Any]]
+Ints = npt.NDArray[np.int64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK = 256
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64: a bijection in which every input bit flips every output bit with probability 1/2."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row, a function of (seed, position) only: no state to keep, lose or share."""
+    bits = _mix(_mix(seeds + _GOLDEN) + (positions + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def draw(weights: Floats, uniform: npt.NDArray[np.float64]) -> Ints:
+    """Index chosen with probability proportional to its weight, by inverse CDF in index order; never one of weight 0.
+
+    Two levels (sums of 256 weights, then one group) in place of a running sum over the whole vocabulary.
+    """
+    width = weights.shape[1]
+    groups = np.cumsum(np.add.reduceat(weights, np.arange(0, width, _CHUNK), axis=1), axis=1, dtype=np.float64)
+    target = np.minimum(uniform * groups[:, -1], np.nextafter(groups[:, -1], 0))
+    group = (groups <= target[:, None]).sum(axis=1)
+    before = np.where(group > 0, np.take_along_axis(groups, np.maximum(group - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    columns = group[:, None] * _CHUNK + np.arange(min(_CHUNK, width))
+    inside = np.take_along_axis(weights, np.minimum(columns, width - 1), axis=1)
+    running = np.cumsum(np.where(columns < width, inside, 0), axis=1, dtype=np.float64)
+    # The group's sum was rounded differently: keep the target inside it.
+    rest = np.minimum(target - before, np.nextafter(running[:, -1], 0))
+    return group * _CHUNK + (running <= rest[:, None]).sum(axis=1)
+
+
+def _kth_largest_bound(values: Floats, k: Ints) -> Floats:
+    """At most each row's k-th largest value, and close to it: the k-th largest among the maxima of many short segments."""
+    width = values.shape[1]
+    segments = min(width, max(64, 4 * int(k.max())))
+    maxima = np.maximum.reduceat(values, np.arange(0, width, width // segments), axis=1)
+    maxima.sort(axis=1)
+    return maxima[np.arange(len(k)), maxima.shape[1] - k]
+
+
+def _locate(wanted: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
+    """(flat index, row, column) of what is wanted, in order of id; `column` counts up from 0 within each row."""
+    flat = np.flatnonzero(wanted)
+    rows = flat // wanted.shape[1]
+    lengths = np.bincount(rows, minlength=len(wanted))
+    return flat, rows, np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def largest(values: Floats, k: Ints) -> tuple[Ints, Floats]:
+    """The k best of each row as (ids, values), best first, ties by id; a row's columns from k on are unspecified."""
+    count, width = values.shape
+    k = np.minimum(k, width)
+    bound = _kth_largest_bound(values, np.maximum(k, 1))
+    flat, rows, columns = _locate(values >= bound[:, None])
+    found = values.ravel()[flat]
+    order = np.lexsort((-found, rows))  # stable, so equal values stay in order of id
+    shape = (count, int(columns.max()) + 1)
+    ids, best = np.zeros(shape, np.int64), np.full(shape, -np.inf, values.dtype)
+    ids[rows, columns] = flat[order] % width
+    best[rows, columns] = found[order]
+    return ids[:, : int(k.max())], best[:, : int(k.max())]
+
+
+def choose(values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64]) -> Ints:
+    """A token id per row from softmax(values) after min-p, then top-k, then top-p; `values` have a maximum of 0.
+
+    top_k < 1 or ≥ V, top_p = 1 and min_p = 0 are off.
+    """
+    count, width = values.shape
+    use_k = (top_k >= 1) & (top_k < width)
+    use_p = top_p < 1
+    filtered = use_k | use_p | (min_p > 0)
+    chosen = np.zeros(count, np.int64)
+    if not filtered.all():
+        free = ~filtered
+        chosen[free] = draw(np.exp(values[free]), uniform[free])
+    if filtered.any():
+        chosen[filtered] = _choose_filtered(
+            values[filtered],
+            np.where(use_k, top_k, width)[filtered],
+            top_p[filtered].astype(np.float64),
+            min_p[filtered],
+            uniform[filtered],
+        )
+    return chosen
+
+
+def _choose_filtered(values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64]) -> Ints:
+    count, width = values.shape
+    with np.errstate(divide="ignore"):
+        floor = np.log(min_p).astype(values.dtype)  # the best value is 0, so its share of the best probability is exp(value)
+    total = np.zeros(count)  # of the weights top-p is measured against; 0 = sum of the candidates
+    use_k = top_k < width
+    if use_k.any():
+        floor[use_k] = np.maximum(floor[use_k], _kth_largest_bound(values[use_k], top_k[use_k]))
+    only_p = ~use_k & (top_p < 1)
+    if only_p.any():
+        subset = values[only_p]
+        weights = np.where(subset >= floor[only_p, None], np.exp(subset), 0)
+        total[only_p] = weights.sum(axis=1)
+        # A weight below (1 - p) · total / V is never kept: all weights up to it sum to less than 1 - p of the total.
+        bound = np.log((1 - top_p[only_p]) * total[only_p] / width) - 1e-3  # slack for rounding
+        floor[only_p] = np.maximum(floor[only_p], np.minimum(bound, 0).astype(values.dtype))
+    flat, rows, columns = _locate(values >= floor[:, None])
+    best = np.full((count, int(columns.max()) + 1), np.inf, values.dtype)
+    best[rows, columns] = -values.ravel()[flat]
+    best.sort(axis=1)  # values alone: several times faster than an order of ids, and one look-up finds the id at the end
+    best = -best
+    columns = np.arange(best.shape[1])
+    weights = np.where(columns < top_k[:, None], np.exp(best.astype(np.float64)), 0)
+    running = np.cumsum(weights, axis=1)
+    total = np.where(total > 0, total, running[:, -1])
+    # top-p keeps a token while those before it hold less than p: the smallest set that reaches p, never an empty one
+    kept = np.where((running - weights < (top_p * total)[:, None]) | (columns == 0), weights, 0)
+    running = np.cumsum(kept, axis=1)
+    target = np.minimum(uniform * running[:, -1], np.nextafter(running[:, -1], 0))
+    column = (running <= target[:, None]).sum(axis=1)
+    value = best[np.arange(count), column]
+    tie = column - (best > value[:, None]).sum(axis=1)  # among equal values the n-th column is the n-th id
+    flat, rows, columns = _locate(values == value[:, None])
+    return flat[columns == tie[rows]] % width
+
+
+def log_normalizer(values: Floats) -> npt.NDArray[np.float64]:
+    """log Σ exp of each row."""
+    best = values.max(axis=1)
+    return best + np.log(np.exp(values - best[:, None]).sum(axis=1, dtype=np.float64))

@@ -1,0 +1,278 @@
+"""Logits to token ids: one batched pass with per-row parameters. Knows nothing of text, scheduling or how a request ends.
+
+A plain greedy row (no penalty, bias, bad word, minimum, logprob) takes the engine's argmax; only the other rows' logits are
+copied and worked on. Order, as in vLLM:
+
+    logit_bias → repetition, frequency, presence penalties → bad words, min_tokens (masks) → temperature 0: argmax
+    → temperature → min_p → top_k → top_p → draw
+
+repetition_penalty   over prompt and output: positive logits are divided by it, negative ones multiplied (Hugging Face)
+frequency, presence  over the output only: logit − frequency · count − presence · (count > 0) (OpenAI)
+bad words            a sequence's last token is masked where the tokens before it end prompt + output
+min_tokens           end-of-sequence and stop tokens are masked until that many tokens were produced, also with ignore_eos
+min_p                keeps tokens at least min_p times as likely as the likeliest
+top_k                keeps exactly k, the lower id among equals; top_p the smallest set of probability ≥ p of what is left
+seed                 the n-th output token's randomness is a hash of (seed, n): the same alone, in a batch, after preemption
+logprobs             of the model's own distribution: before temperature, bias, penalties and masks
+
+State per request (token counts, a drawn seed) follows `Request.token_ids`, which preemption keeps; it ends with `forget`, or
+with the request. Not thread-safe: owned by the loop.
+
+Shapes   R rows of a step, V = vocab_size
+Raises   InvalidRequest from `validate`; a row that cannot be sampled is reported in `SampledTokens.errors` and stops no other
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime import logits as ops
+from runtime.errors import InvalidRequest
+from runtime.executors.base import StepOutput
+from runtime.request import Request, SamplingParams
+
+NOT_A_TOKEN = -1
+BROKEN_LOGITS = (
+    "the engine produced NaN or infinite logits for this request; check the engine with `builder verify`, or build it with a "
+    "wider --precision"
+)
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-5, 1e30  # keeps float32 arithmetic finite; beyond, the choice no longer changes
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (id, logprob), best first
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One entry per row of the step; a row named in `errors` has token id -1 and its request must end with that message."""
+
+    token_ids: npt.NDArray[np.int64]
+    logprobs: Sequence[TokenLogprobs | None]
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+
+class _TokenCounts:
+    """Distinct tokens of one request in order of first use, with how often each was produced; grows by appending."""
+
+    def __init__(self, with_prompt: bool) -> None:
+        self._with_prompt = with_prompt
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_seen = 0
+        self._slots: dict[int, int] = {}
+        self._ids = np.empty(64, np.int64)
+        self._counts = np.zeros(64, np.float32)
+
+    def update(self, request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """(ids, output counts) up to the request's last token. Costs the tokens added since the last call."""
+        if request.num_tokens < self._num_seen:  # tokens were taken back
+            self._reset()
+        num_prompt = request.num_prompt_tokens
+        if self._num_seen < num_prompt:
+            if self._with_prompt:
+                for token in dict.fromkeys(request.prompt_token_ids):
+                    self._slot(token)
+            self._num_seen = num_prompt
+        for token in request.token_ids[self._num_seen :]:
+            slot = self._slot(token)  # may replace the arrays, so not inside the subscript
+            self._counts[slot] += 1
+        self._num_seen = request.num_tokens
+        used = len(self._slots)
+        return self._ids[:used], self._counts[:used]
+
+    def _slot(self, token: int) -> int:
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token
+        return slot
+
+
+class _RowState:
+    """What one request needs at every step, worked out once."""
+
+    def __init__(self, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> None:
+        self.params = params
+        self.seed = params.seed if params.seed is not None else secrets.randbits(64)
+        penalized = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        self.counts = _TokenCounts(with_prompt=params.repetition_penalty != 1) if penalized else None
+        self.stop_ids = tuple(dict.fromkeys(eos_token_ids + params.stop_token_ids)) if params.min_tokens else ()
+        changes_logits = bool(penalized or params.bad_words_ids or params.logit_bias)
+        self._always = not params.is_greedy or changes_logits or params.logprobs is not None
+
+    def needs_logits(self, request: Request) -> bool:
+        return self._always or self.below_minimum(request)
+
+    def below_minimum(self, request: Request) -> bool:
+        return request.num_output_tokens < self.params.min_tokens
+
+    def masked(self, request: Request) -> Iterable[int]:
+        if self.below_minimum(request):
+            yield from self.stop_ids
+        tokens = request.token_ids
+        for *before, last in self.params.bad_words_ids:
+            if not before or tokens[-len(before) :] == before:
+                yield last
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        self.vocab_size = vocab_size
+        self._eos_token_ids = tuple(id for id in eos_token_ids if 0 <= id < vocab_size)
+        self._states: weakref.WeakKeyDictionary[Request, _RowState] = weakref.WeakKeyDictionary()
+
+    def validate(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest for what only the vocabulary can tell. Call it when a request arrives."""
+        ids = [id for word in params.bad_words_ids for id in word]
+        biased = [id for id, _ in params.logit_bias]
+        for name, values in (("bad_words_ids", ids), ("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
+            for id in values:
+                if not 0 <= id < self.vocab_size:
+                    raise InvalidRequest(f"{name} names token {id} but the model's token ids are 0 to {self.vocab_size - 1}")
+        if not all(params.bad_words_ids):
+            raise InvalidRequest("bad_words_ids contains an empty sequence but each must name at least one token")
+        if len(set(biased)) < len(biased):
+            twice = next(id for id in biased if biased.count(id) > 1)
+            raise InvalidRequest(f"logit_bias names token {twice} twice; give each token one bias")
+
+    def forget(self, request: Request) -> None:
+        """Drop a request's state; harmless when there is none."""
+        self._states.pop(request, None)
+
+    def sample(self, output: StepOutput, requests: Sequence[Request]) -> SampledTokens:
+        """The next token of each row; `requests` follow the rows of `output`."""
+        token_ids = np.array(output.next_token, np.int64)
+        assert token_ids.shape == (len(requests),), f"{token_ids.shape} tokens for {len(requests)} requests"
+        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
+        errors: dict[int, str] = {}
+        rows: list[int] = []
+        states: list[_RowState] = []
+        for row, request in enumerate(requests):
+            try:
+                state = self._state(request)
+            except InvalidRequest as error:
+                errors[row] = str(error)
+                continue
+            if state.needs_logits(request):
+                rows.append(row)
+                states.append(state)
+        self._check_argmax(output, token_ids, errors)
+        if rows:
+            active = [requests[row] for row in rows]
+            token_ids[rows] = self._process(output.logits[rows], active, states, rows, errors)
+            self._add_logprobs(output.logits, token_ids, rows, states, logprobs, errors)
+        token_ids[list(errors)] = NOT_A_TOKEN
+        return SampledTokens(token_ids, logprobs, errors)
+
+    def _state(self, request: Request) -> _RowState:
+        state = self._states.get(request)
+        if state is None:
+            self.validate(request.params)
+            state = self._states[request] = _RowState(request.params, self._eos_token_ids)
+        return state
+
+    def _check_argmax(self, output: StepOutput, token_ids: npt.NDArray[np.int64], errors: dict[int, str]) -> None:
+        """Find broken rows by one element each, where the engine left its logits within reach."""
+        broken = (token_ids < 0) | (token_ids >= self.vocab_size)
+        if len(output.logits) == len(token_ids):
+            best = output.logits[np.arange(len(token_ids)), np.where(broken, 0, token_ids)]
+            broken |= ~np.isfinite(best)
+        for row in np.flatnonzero(broken):
+            errors.setdefault(int(row), BROKEN_LOGITS)
+
+    def _process(
+        self,
+        values: npt.NDArray[np.float32],
+        requests: Sequence[Request],
+        states: Sequence[_RowState],
+        rows: Sequence[int],
+        errors: dict[int, str],
+    ) -> npt.NDArray[np.int64]:
+        assert values.shape[1] == self.vocab_size, f"logits are {values.shape[1]} wide but the vocabulary has {self.vocab_size}"
+        for i in np.flatnonzero(~np.isfinite(values.max(axis=1))):  # the maximum of a row with a NaN is NaN
+            errors.setdefault(rows[i], BROKEN_LOGITS)
+            values[i] = 0
+        self._edit(values, requests, states)
+        best = values.max(axis=1)
+        for i in np.flatnonzero(best == -np.inf):
+            errors.setdefault(
+                rows[i], "min_tokens, bad_words_ids and logit_bias together exclude every token; loosen one of them"
+            )
+            values[i] = best[i] = 0
+        chosen = values.argmax(axis=1).astype(np.int64)
+        random = [i for i, state in enumerate(states) if not state.params.is_greedy]
+        if random:
+            params = [states[i].params for i in random]
+            temperature = np.clip(np.array([p.temperature for p in params]), _MIN_TEMPERATURE, _MAX_TEMPERATURE)
+            scaled = values[random] - best[random, None]
+            scaled /= temperature[:, None].astype(np.float32)
+            positions = np.array([requests[i].num_output_tokens for i in random], np.uint64)
+            chosen[random] = ops.choose(
+                scaled,
+                np.array([p.top_k for p in params]),
+                np.array([p.top_p for p in params]),
+                np.array([p.min_p for p in params]),
+                ops.uniforms(np.array([states[i].seed for i in random], np.uint64), positions),
+            )
+        return chosen
+
+    def _edit(self, values: npt.NDArray[np.float32], requests: Sequence[Request], states: Sequence[_RowState]) -> None:
+        """Bias, penalties and masks, in place: each a single scatter over all rows."""
+        biases = [(i, id, bias) for i, state in enumerate(states) for id, bias in state.params.logit_bias]
+        if biases:
+            row, id, bias = zip(*biases, strict=True)
+            values[row, id] += np.array(bias, np.float32)
+        counted = [(i, *s.counts.update(r)) for i, (s, r) in enumerate(zip(states, requests, strict=True)) if s.counts]
+        if counted:
+            index, ids, counts = zip(*counted, strict=True)
+            lengths = [len(part) for part in ids]
+            at = np.repeat(index, lengths), np.concatenate(ids)
+            count = np.concatenate(counts)
+
+            def per_token(name: str) -> npt.NDArray[np.float32]:
+                return np.repeat(np.array([getattr(states[i].params, name) for i in index], np.float32), lengths)
+
+            value, repetition = values[at], per_token("repetition_penalty")
+            value = np.where(value > 0, value / repetition, value * repetition)
+            values[at] = value - per_token("frequency_penalty") * count - per_token("presence_penalty") * (count > 0)
+        masks = [(i, id) for i, (s, r) in enumerate(zip(states, requests, strict=True)) for id in s.masked(r)]
+        if masks:
+            values[tuple(np.array(masks).T)] = -np.inf
+
+    def _add_logprobs(
+        self,
+        raw: npt.NDArray[np.float32],
+        token_ids: npt.NDArray[np.int64],
+        rows: Sequence[int],
+        states: Sequence[_RowState],
+        logprobs: list[TokenLogprobs | None],
+        errors: Mapping[int, str],
+    ) -> None:
+        wanted = {row: s.params.logprobs for row, s in zip(rows, states, strict=True) if row not in errors}
+        wanted = {row: n for row, n in wanted.items() if n is not None}
+        if not wanted:
+            return
+        at, numbers = list(wanted), np.array(list(wanted.values()), np.int64)
+        values: Any = raw[at]
+        normalizer = ops.log_normalizer(values)
+        chosen = values[np.arange(len(at)), token_ids[at]] - normalizer
+        ids, best = ops.largest(values, numbers)
+        best = best - normalizer[:, None]
+        for i, row in enumerate(at):
+            top = zip(ids[i, : numbers[i]].tolist(), best[i, : numbers[i]].tolist(), strict=True)
+            logprobs[row] = TokenLogprobs(
+                int(token_ids[row]), float(chosen[i]), tuple(pair for pair in top if np.isfinite(pair[1]))
+            )

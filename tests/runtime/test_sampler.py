@@ -1,0 +1,452 @@
+import gc
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime import logits as ops
+from runtime.errors import InvalidRequest
+from runtime.executors.base import StepOutput
+from runtime.request import Request, SamplingParams
+from runtime.sampler import NOT_A_TOKEN, Sampler
+
+
+def step(logits):
+    logits = np.array(logits, np.float32)
+    return StepOutput(logits=logits, next_token=np.nan_to_num(logits).argmax(axis=1))
+
+
+def make_request(prompt=(0,), output=(), **params):
+    params.setdefault("max_tokens", 1000)
+    request = Request("r", list(prompt), SamplingParams(**params))
+    request.token_ids.extend(output)
+    return request
+
+
+def pick(logits, prompt=(0,), output=(), eos=(), **params):
+    """The token one request gets from one row of logits."""
+    sampled = Sampler(len(logits), eos).sample(step([logits]), [make_request(prompt, output, **params)])
+    assert not sampled.errors
+    return int(sampled.token_ids[0])
+
+
+def softmax(values):
+    weights = np.exp(np.asarray(values, np.float64) - np.max(values))
+    return weights / weights.sum()
+
+
+# --- which rows are worked on ---
+
+
+def test_plain_greedy_rows_take_the_engines_argmax_without_logits():
+    output = StepOutput(logits=np.empty((0, 8), np.float32), next_token=np.array([5, 2]))
+    sampled = Sampler(8).sample(output, [make_request(), make_request()])
+    assert sampled.token_ids.tolist() == [5, 2]
+    assert sampled.logprobs == [None, None]
+    assert sampled.errors == {}
+
+
+def test_a_mixed_batch_works_only_on_the_rows_that_need_it():
+    logits = np.array([[0, 1, 2, 3]] * 3, np.float32)
+    output = StepOutput(logits=logits, next_token=np.array([0, 3, 1]))  # rows 0 and 2 contradict their logits on purpose
+    requests = [make_request(), make_request(logit_bias=((1, 5.0),)), make_request()]
+    assert Sampler(4).sample(output, requests).token_ids.tolist() == [0, 1, 1]
+    assert logits.tolist() == [[0, 1, 2, 3]] * 3  # the engine's buffer is not written to
+
+
+def test_a_row_needs_logits_only_until_min_tokens_is_reached():
+    output = StepOutput(logits=np.array([[0.0, 9.0, 1.0]], np.float32), next_token=np.array([0]))
+    sampler = Sampler(3, eos_token_ids=[1])
+    request = make_request(min_tokens=1)
+    assert sampler.sample(output, [request]).token_ids.tolist() == [2]
+    request.token_ids.append(2)
+    assert sampler.sample(output, [request]).token_ids.tolist() == [0]
+
+
+# --- edits of the logits ---
+
+
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [(2.0, 0), (2.01, 1)],  # 2 / 2 ties with 1, and the lower id wins a tie
+)
+def test_repetition_penalty_divides_positive_logits(penalty, expected):
+    assert pick([2.0, 1.0, -9], prompt=[0], repetition_penalty=penalty) == expected
+    assert pick([2.0, 1.0, -9], prompt=[2], output=[0, 0, 0], repetition_penalty=penalty) == expected  # once, however often
+
+
+@pytest.mark.parametrize(("penalty", "expected"), [(1.5, 0), (1.51, 1)])
+def test_repetition_penalty_multiplies_negative_logits(penalty, expected):
+    assert pick([-1.0, -1.5, -9], prompt=[0], repetition_penalty=penalty) == expected
+
+
+@pytest.mark.parametrize(("second", "expected"), [(1.5, 0), (1.51, 1)])
+def test_frequency_penalty_counts_output_tokens(second, expected):
+    assert pick([3.0, second], prompt=[0, 0, 0, 0], output=[0, 0, 0], frequency_penalty=0.5) == expected
+
+
+@pytest.mark.parametrize(("second", "expected"), [(2.5, 0), (2.51, 1)])
+def test_presence_penalty_is_the_same_however_often(second, expected):
+    assert pick([3.0, second], prompt=[0, 0], output=[0, 0, 0], presence_penalty=0.5) == expected
+
+
+def test_frequency_and_presence_ignore_the_prompt():
+    assert pick([3.0, 2.9], prompt=[0, 0, 0], frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.01) == 0
+
+
+def test_all_three_penalties_add_up():
+    # 4 / 1.25 = 3.2, − 2 · 0.5 = 2.2, − 0.75 = 1.45
+    arguments = {"output": [0, 0], "repetition_penalty": 1.25, "frequency_penalty": 0.5, "presence_penalty": 0.75}
+    assert pick([4.0, 1.44], **arguments) == 0
+    assert pick([4.0, 1.46], **arguments) == 1
+
+
+def test_bias_comes_before_penalties():
+    # (1 + 3) / 2 = 2, not 1 / 2 + 3 = 3.5
+    assert pick([1.0, 2.5], prompt=[0], logit_bias=((0, 3.0),), repetition_penalty=2.0) == 1
+    assert pick([1.0, 1.5], prompt=[0], logit_bias=((0, 3.0),), repetition_penalty=2.0) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_incremental_counts_equal_counts_from_scratch(seed):
+    """Over 150 steps with preemptions and tokens taken back, a sampler that keeps state agrees with one that has none."""
+    rng = np.random.default_rng(seed)
+    sampler = Sampler(300)
+    kinds = [
+        {"repetition_penalty": 1.7},
+        {"frequency_penalty": 0.6, "presence_penalty": -0.4},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "temperature": 1.0, "seed": 5},
+        {"presence_penalty": 1.9, "logit_bias": ((7, 2.0),)},
+    ]
+    requests = [make_request(rng.integers(0, 300, 80).tolist(), **kind) for kind in kinds]
+    for _ in range(150):
+        batch = [requests[i] for i in rng.permutation(4)[: rng.integers(1, 5)]]
+        output = step(rng.normal(0, 2, (len(batch), 300)))
+        kept = sampler.sample(output, batch).token_ids
+        assert kept.tolist() == Sampler(300).sample(output, batch).token_ids.tolist()
+        for request, token in zip(batch, kept.tolist(), strict=True):
+            request.token_ids.append(token)
+            if rng.random() < 0.1:
+                request.num_computed_tokens, request.block_table = 0, []  # preempted
+            if rng.random() < 0.1:
+                del request.token_ids[max(80, request.num_tokens - 3) :]
+                sampler.sample(step(np.zeros((1, 300))), [request])  # seen while it is short
+
+
+def test_min_tokens_masks_end_and_stop_tokens():
+    logits = [9.0, 8.0, 7.0, 1.0]
+    assert pick(logits, eos=[0], min_tokens=2, stop_token_ids=(1,)) == 2
+    assert pick(logits, eos=[0], min_tokens=2, stop_token_ids=(1,), output=[3]) == 2
+    assert pick(logits, eos=[0], min_tokens=2, stop_token_ids=(1,), output=[3, 3]) == 0
+    assert pick(logits, eos=[0], min_tokens=2, ignore_eos=True) == 1
+
+
+def test_bad_words_mask_what_would_complete_them():
+    logits = [9.0, 8.0, 7.0, 6.0]
+    assert pick(logits, bad_words_ids=((0,),)) == 1
+    assert pick(logits, bad_words_ids=((3, 1, 0),), prompt=[2], output=[3, 1]) == 1
+    assert pick(logits, bad_words_ids=((3, 1, 0),), prompt=[2, 3], output=[1]) == 1  # begun in the prompt
+    assert pick(logits, bad_words_ids=((3, 1, 0),), prompt=[2], output=[1, 3]) == 0
+    assert pick(logits, bad_words_ids=((3, 1, 0),), prompt=[1], output=[]) == 0  # longer than the text
+    assert pick(logits, bad_words_ids=((0,), (2, 1)), prompt=[2]) == 2
+
+
+def test_masks_beat_any_bias():
+    assert pick([0.0, 1.0], bad_words_ids=((0,),), logit_bias=((0, 1e30),)) == 1
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"logprobs": 2}, {"presence_penalty": 1.0}])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_of_broken_logits_ends_in_an_error_and_spares_the_others(params, bad):
+    logits = [[0.0, 1.0, 3.0], [bad] * 3, [5.0, 1.0, 3.0]]
+    sampled = Sampler(3).sample(step(logits), [make_request(**params, top_k=1) for _ in range(3)])
+    assert sampled.token_ids.tolist() == [2, NOT_A_TOKEN, 0]
+    assert list(sampled.errors) == [1]
+    assert "NaN or infinite logits" in sampled.errors[1]
+    assert sampled.logprobs[1] is None
+
+
+def test_a_single_nan_is_found_in_a_row_that_is_worked_on():
+    sampled = Sampler(3).sample(
+        StepOutput(np.array([[0.0, math.nan, 3.0]], np.float32), np.array([2])), [make_request(temperature=1.0)]
+    )
+    assert list(sampled.errors) == [0]
+
+
+@pytest.mark.parametrize("token", [-1, 3])
+def test_an_argmax_outside_the_vocabulary_is_an_error(token):
+    sampled = Sampler(3).sample(StepOutput(np.empty((0, 3), np.float32), np.array([token, 1])), [make_request(), make_request()])
+    assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 1]
+    assert list(sampled.errors) == [0]
+
+
+def test_excluding_every_token_is_an_error_and_spares_the_others():
+    requests = [make_request(bad_words_ids=((0,), (1,))), make_request(bad_words_ids=((1,),))]
+    sampled = Sampler(2).sample(step([[1, 2], [1, 2]]), requests)
+    assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 0]
+    assert "exclude every token" in sampled.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logit_bias": ((4, 1.0),)}, "logit_bias names token 4 but the model's token ids are 0 to 3"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias names token -1"),
+        ({"logit_bias": ((1, 1.0), (1, 2.0))}, "logit_bias names token 1 twice"),
+        ({"bad_words_ids": ((1, 9),)}, "bad_words_ids names token 9"),
+        ({"bad_words_ids": ((),)}, "empty sequence"),
+        ({"stop_token_ids": (4,)}, "stop_token_ids names token 4"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(params, message):
+    sampler = Sampler(4)
+    with pytest.raises(InvalidRequest, match=message):
+        sampler.validate(SamplingParams(**params))
+    sampled = sampler.sample(step([[0, 1, 2, 3]] * 2), [make_request(**params), make_request()])
+    assert message in sampled.errors[0]
+    assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 3]
+
+
+def test_valid_ids_pass():
+    Sampler(4).validate(SamplingParams(logit_bias=((0, 1.0), (3, 1.0)), bad_words_ids=((3, 0),), stop_token_ids=(3,)))
+
+
+# --- randomness ---
+
+
+def brute_force(values, temperature, top_k, top_p, min_p):
+    """(ids, probabilities) best first, by the definition of each filter, in float64."""
+    probability = softmax(np.asarray(values, np.float64) / temperature)
+    ids = np.argsort(-np.asarray(values, np.float64), kind="stable")
+    ids = ids[probability[ids] >= min_p * probability.max() * (1 - 1e-9)]
+    if top_k >= 1:
+        ids = ids[:top_k]
+    kept, share = [], probability[ids] / probability[ids].sum()
+    for id, mass in zip(ids, share, strict=True):
+        kept.append(id)
+        if share[: len(kept)].sum() >= top_p:
+            break
+        assert mass > 0
+    probability = probability[kept]
+    return kept, probability / probability.sum()
+
+
+def critical_chi_square(degrees):
+    """99.99 % quantile, by Wilson and Hilferty's cube."""
+    return degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.5},
+        {"temperature": 1.0, "top_k": 7},
+        {"temperature": 1.5, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.7},
+        {"temperature": 1.3, "top_k": 9, "min_p": 0.05},
+        {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "min_p": 0.08},
+    ],
+    ids=lambda params: " ".join(f"{name}={value}" for name, value in params.items()),
+)
+def test_draws_follow_the_distribution(params):
+    vocab, rows, steps = 600, 2000, 10  # more than two of draw()'s groups
+    logits = np.random.default_rng(1).permutation(np.linspace(-6, 2, vocab) + 4 * (np.arange(vocab) > vocab - 9))
+    logits = logits.astype(np.float32)
+    ids, probability = brute_force(
+        logits, params["temperature"], params.get("top_k", 0), params.get("top_p", 1), params.get("min_p", 0)
+    )
+    requests = [make_request(seed=seed, **params) for seed in range(rows)]
+    sampler, counts = Sampler(vocab), np.zeros(vocab)
+    for _ in range(steps):
+        tokens = sampler.sample(step(np.tile(logits, (rows, 1))), requests).token_ids.tolist()
+        np.add.at(counts, tokens, 1)
+        for request, token in zip(requests, tokens, strict=True):
+            request.token_ids.append(token)
+    assert counts[ids].sum() == rows * steps  # nothing outside the filters
+    expected = probability * rows * steps
+    common = expected >= 5
+    observed = np.append(counts[ids][common], counts[ids][~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    assert ((observed - expected) ** 2 / expected).sum() < critical_chi_square(len(expected) - 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([-math.inf, -9.0, -3.0, -1.0, -0.5, -0.25, 0.0]), min_size=2, max_size=400),
+    top_k=st.integers(-1, 500),
+    top_p=st.floats(0.01, 1),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 0.9, 1.0]),
+    uniform=st.floats(0, 1, exclude_max=True),
+)
+def test_filters_with_ties_choose_by_inverse_cdf(values, top_k, top_p, min_p, uniform):
+    """Best first, ties by id. Without a filter the order is that of the ids."""
+    values[len(values) // 2] = 0.0
+    ids, probability = brute_force(values, 1.0, top_k, top_p, min_p)
+    if not (1 <= top_k < len(values)) and top_p == 1 and min_p == 0:
+        probability = probability[np.argsort(ids)]
+        ids = np.sort(ids)
+    running = np.cumsum(probability)
+    expected = int(np.searchsorted(running, uniform, side="right"))
+    row = np.array([values], np.float32)
+    got = int(ops.choose(row, np.array([top_k]), np.array([top_p]), np.array([min_p]), np.array([uniform]))[0])
+    near = {int(ids[i]) for i in (expected - 1, expected, expected + 1) if 0 <= i < len(ids)}
+    assert got in (near if np.abs(running - uniform).min() < 1e-5 else {int(ids[expected])})
+
+
+def random_params(rng):
+    return {
+        "temperature": float(rng.choice([0.0, 0.7, 1.0, 1.8])),
+        "top_k": int(rng.choice([0, 1, 5, 40, 900])),
+        "top_p": float(rng.choice([1.0, 0.95, 0.5])),
+        "min_p": float(rng.choice([0.0, 0.05])),
+        "repetition_penalty": float(rng.choice([1.0, 1.3])),
+        "logprobs": [None, 0, 4][rng.integers(3)],
+        "seed": int(rng.integers(2**62)),
+    }
+
+
+def test_a_request_gets_the_same_tokens_alone_and_in_any_batch():
+    rng = np.random.default_rng(3)
+    vocab = 1000
+    params = [random_params(rng) for _ in range(40)]
+    logits = rng.normal(0, 3, (6, 40, vocab)).astype(np.float32)
+
+    def generate(batch):
+        sampler = Sampler(vocab)
+        requests = [make_request(**params[i]) for i in batch]
+        logprobs = []
+        for position in range(6):
+            sampled = sampler.sample(step(logits[position, batch]), requests)
+            logprobs.append(sampled.logprobs)
+            for request, token in zip(requests, sampled.token_ids.tolist(), strict=True):
+                request.token_ids.append(token)
+        return {
+            i: (request.output_token_ids, [row[j] for row in logprobs])
+            for j, (i, request) in enumerate(zip(batch, requests, strict=True))
+        }
+
+    together = generate(list(range(40)))
+    reversed_order = generate(list(range(39, -1, -1)))
+    alone = {i: generate([i])[i] for i in range(40)}
+    assert together == alone == reversed_order  # logprobs too, bit for bit
+
+
+def test_seeds_and_positions_change_the_draw_and_a_repeat_does_not():
+    sampler, output = Sampler(5000), step(np.zeros((1, 5000)))
+    request = make_request(temperature=1.0, seed=1)
+    first = sampler.sample(output, [request]).token_ids[0]
+    assert sampler.sample(output, [request]).token_ids[0] == first  # the same position again: recomputed after preemption
+    assert sampler.sample(output, [make_request(temperature=1.0, seed=2)]).token_ids[0] != first
+    request.token_ids.append(7)
+    assert sampler.sample(output, [request]).token_ids[0] != first
+
+
+def test_without_a_seed_each_request_draws_its_own_once():
+    sampler, output = Sampler(10**6), step(np.zeros((1, 10**6)))
+    request, other = make_request(temperature=1.0), make_request(temperature=1.0)
+    first = sampler.sample(output, [request]).token_ids[0]
+    assert sampler.sample(output, [request]).token_ids[0] == first
+    assert sampler.sample(output, [other]).token_ids[0] != first  # fails once in a million runs
+    sampler.forget(request)
+    assert sampler.sample(output, [request]).token_ids[0] != first
+
+
+def test_uniforms_are_splitmix64_and_keep_their_meaning():
+    def mix(x):
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    seeds, positions = [0, 1, 42, 2**64 - 1], [0, 1, 1000, 2**31]
+    golden = 0x9E3779B97F4A7C15
+    expected = [
+        (mix((mix((s + golden) % 2**64) + (p + 1) * golden) % 2**64) >> 11) / 2**53 for s, p in zip(seeds, positions, strict=True)
+    ]
+    assert ops.uniforms(np.array(seeds, np.uint64), np.array(positions, np.uint64)).tolist() == expected
+
+
+@pytest.mark.parametrize("over", ["seeds", "positions"])
+def test_uniforms_are_uniform_and_uncorrelated(over):
+    n = 100_000
+    count, fixed = np.arange(n, dtype=np.uint64), np.full(n, 3, np.uint64)
+    values = ops.uniforms(count, fixed) if over == "seeds" else ops.uniforms(fixed, count)
+    buckets = np.bincount((values * 100).astype(int), minlength=100)
+    assert ((buckets - n / 100) ** 2 / (n / 100)).sum() < critical_chi_square(99)
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 4 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-300}])
+def test_the_narrowest_filters_are_greedy(params):
+    params = {"temperature": 1.0, **params}
+    for seed in range(20):
+        assert pick([1.0, 3.0, 2.999, -math.inf], seed=seed, **params) == 1
+    assert pick([1.0, 3.0, 3.0, 3.0], **{**params, "top_k": 1}) == 1  # a tie goes to the lower id
+
+
+def test_an_extreme_temperature_is_uniform_over_what_is_not_masked():
+    tokens = {pick([5.0, 1.0, -math.inf, 0.0], seed=seed, temperature=1e308) for seed in range(50)}
+    assert tokens == {0, 1, 3}
+
+
+def test_top_k_keeps_exactly_k_of_equal_logits():
+    assert {pick([1.0] * 90, seed=seed, temperature=1.0, top_k=3) for seed in range(100)} == {0, 1, 2}
+
+
+# --- logprobs ---
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    logits = [0.5, 2.0, -1.0, 2.0, 0.0]
+    expected = np.log(softmax(logits))
+    request = make_request(
+        [1], logprobs=3, temperature=0.3, top_k=1, repetition_penalty=1.9, bad_words_ids=((3,),), logit_bias=((2, 50.0),)
+    )
+    (entry,) = Sampler(5).sample(step([logits]), [request]).logprobs
+    assert entry.token_id == 2
+    assert entry.logprob == pytest.approx(expected[2], abs=1e-6)  # float32 sums
+    assert [id for id, _ in entry.top] == [1, 3, 0]  # ties by id
+    assert [value for _, value in entry.top] == pytest.approx(expected[[1, 3, 0]], abs=1e-6)
+
+
+@pytest.mark.parametrize(("wanted", "got"), [(0, 0), (1, 1), (4, 4), (20, 4)])
+def test_as_many_logprobs_as_asked_for_and_possible(wanted, got):
+    requests = [make_request(), make_request(logprobs=wanted), make_request(logprobs=2)]
+    sampled = Sampler(4).sample(step([[0, 3, 1, 2]] * 3), requests)
+    assert sampled.logprobs[0] is None
+    assert [id for id, _ in sampled.logprobs[1].top] == [1, 3, 2, 0][:got]
+    assert [id for id, _ in sampled.logprobs[2].top] == [1, 3]
+    assert sampled.logprobs[1].token_id == 1
+
+
+def test_top_logprobs_of_a_wide_vocabulary():
+    logits = np.random.default_rng(0).normal(0, 4, (3, 5000)).astype(np.float32)
+    sampled = Sampler(5000).sample(step(logits), [make_request(logprobs=n) for n in (20, 1, 7)])
+    for row, n in enumerate((20, 1, 7)):
+        assert [id for id, _ in sampled.logprobs[row].top] == np.argsort(-logits[row], kind="stable")[:n].tolist()
+        assert all(first[1] >= second[1] for first, second in pairwise(sampled.logprobs[row].top))
+
+
+# --- state ---
+
+
+def test_state_ends_with_the_request():
+    sampler = Sampler(4)
+    requests = [make_request(temperature=1.0) for _ in range(3)]
+    sampler.sample(step(np.zeros((3, 4))), requests)
+    assert len(sampler._states) == 3
+    sampler.forget(requests[0])
+    sampler.forget(requests[0])
+    assert len(sampler._states) == 2
+    del requests
+    gc.collect()
+    assert len(sampler._states) == 0
