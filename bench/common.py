@@ -1,5 +1,4 @@
-"""Shared by the scripts here: engines to measure, prompts with a fixed seed, closed-loop runs in this process, a JSON line.
-"""
+"""Shared by the scripts here: engines to measure, prompts with a fixed seed, closed-loop runs in this process, a JSON line."""
 
 from __future__ import annotations
 
