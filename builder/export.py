@@ -1,14 +1,7 @@
 """transformers causal LM → canonical graph: standard ONNX (opset 23) plus forgeline::PagedAttention, with the I/O of contract.py.
 
 The model runs on one packed token axis (batch 1, T tokens of B sequences); its own forward does everything but attention, so
-soft caps, logit scales and embedding multipliers need no code here. torch.onnx.export traces it; `_normalise` then brings the
-result into one form whatever the family:
-
-* linear layers are MatMul(x, weight [in, out]), then Add for a bias; `weight` keeps its Hugging Face name, transposed
-* a tied head has its own initializer, named as the head would be (lm_head.weight)
-* RMSNormalization and RotaryEmbedding (caches [1, T, D/2] computed from `positions`) where the exporter's rules find them
-* no Constant nodes, no repeated subexpressions
-
+soft caps, logit scales and embedding multipliers need no code here. torch.onnx.export traces it, normal_form.py tidies.
 Weights are views of the torch parameters: no copy is made before the graph is saved.
 """
 
@@ -16,40 +9,43 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
-from onnx_ir.passes import common as passes
-from onnxscript import optimizer, rewriter
-from onnxscript.rewriter import onnx_fusions
 
 from builder import attention_hook
+from builder.normal_form import normalise
 from plugins.paged_attention import op
 from runtime import contract
 from runtime.contract import ModelSpec
-from runtime.errors import UnsupportedModel
+from runtime.errors import BuildError
 
 OPSET = 23
-_PREFIX = "model_."  # of parameter names inside _Step
 
 
 def export_model(model: Any, spec: ModelSpec) -> ir.Model:
     """`model` is left as it was and must live as long as the result, whose initializers are its parameters."""
     step = _Step(model, spec)
     with attention_hook.quiet(), attention_hook.replaced(model, step.attend, step.experts), torch.no_grad(), step:
-        program = torch.onnx.export(
-            step.eval(),
-            _example(spec),
-            dynamo=True,
-            opset_version=OPSET,
-            optimize=False,
-            verbose=False,
-            input_names=_input_names(spec),
-            output_names=_output_names(spec),
-            dynamic_shapes=_dynamic_shapes(spec),
-        )
-    head, embedding = (_weight_name(model, x) for x in (model.get_output_embeddings(), model.get_input_embeddings()))
-    graph = _normalise(program.model, head, embedding)
+        try:
+            program = torch.onnx.export(
+                step.eval(),
+                _example(spec),
+                dynamo=True,
+                opset_version=OPSET,
+                optimize=False,
+                verbose=False,
+                input_names=_input_names(spec),
+                output_names=_output_names(spec),
+                dynamic_shapes=_dynamic_shapes(spec),
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            reason = error.__cause__ or error
+            raise BuildError(
+                f"{spec.architecture} with this configuration cannot be exported ({type(reason).__name__}: "
+                f"{str(reason).splitlines()[0]}); please report it with the model's config.json"
+            ) from error
+        head, embedding = (_weight_name(model, x) for x in (model.get_output_embeddings(), model.get_input_embeddings()))
+        graph = normalise(program.model, head=head, embedding=embedding)
     _check(graph, spec)
     return graph
 
@@ -115,10 +111,7 @@ class _Step(torch.nn.Module):
         return out[None], None
 
     def experts(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if not isinstance(module.act_fn, torch.nn.SiLU):
-            raise UnsupportedModel(
-                f"experts with activation {type(module.act_fn).__name__} are not supported; only SwiGLU (hidden_act silu) is"
-            )
+        assert module.config.hidden_act == "silu", "families.check_config lets SwiGLU experts through only"
         return torch.onnx.ops.symbolic(
             f"{op.DOMAIN}::{op.MOE_EXPERTS}",
             (hidden, index, weights, module.gate_up_proj, module.down_proj),
@@ -167,90 +160,6 @@ def _dynamic_shapes(spec: ModelSpec) -> tuple[Any, ...]:
 
 def _weight_name(model: Any, owner: Any) -> str:
     return next(name for name, module in model.named_modules() if module is owner) + ".weight"
-
-
-# ---------------------------------------------------------------------------------------------------------- normal form
-
-
-def _normalise(model: ir.Model, head: str, embedding: str) -> ir.Model:
-    """The exporter's raw graph in the form that this file's header promises."""
-    _name_weights(model.graph)
-    _transpose_weights(model.graph, head, embedding)
-    passes.InlinePass()(model)
-    for _ in range(2):
-        optimizer.fold_constants(model)
-        rewriter.rewrite(model)
-    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    passes.CommonSubexpressionEliminationPass()(model)
-    onnx_fusions.fuse(model)
-    passes.CommonSubexpressionEliminationPass()(model)
-    passes.ShapeInferencePass()(model)
-    _gemm_to_matmul(model.graph)
-    for clean in (
-        passes.DeduplicateInitializersPass(size_limit=8),  # shapes and axes; never two weights that happen to be equal
-        passes.RemoveUnusedNodesPass(),
-        passes.RemoveUnusedFunctionsPass(),
-        passes.RemoveUnusedOpsetsPass(),
-        passes.ClearMetadataAndDocStringPass(),
-        passes.NameFixPass(),
-        passes.TopologicalSortPass(),
-    ):
-        clean(model)
-    return model
-
-
-def _name_weights(graph: ir.Graph) -> None:
-    """model_.model.layers.0… → model.layers.0…, the name in the checkpoint; a tied weight's unused second name goes."""
-    for name, value in list(graph.initializers.items()):
-        if not value.uses():
-            del graph.initializers[name]
-        elif name.startswith(_PREFIX):
-            value.name = name.removeprefix(_PREFIX)
-
-
-def _register(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
-    graph.register_initializer(value)
-    return value
-
-
-def _transpose_weights(graph: ir.Graph, head: str, embedding: str) -> None:
-    """Transpose(weight [out, in]) → weight [in, out], as a view. A tied weight becomes two: the embedding and the head."""
-    transposes: dict[ir.Value, list[ir.Node]] = {}
-    for node in graph:
-        if node.op_type == "Transpose" and node.inputs[0] is not None and node.inputs[0].is_initializer():
-            transposes.setdefault(node.inputs[0], []).append(node)
-    for weight, nodes in transposes.items():
-        assert weight.const_value is not None and weight.name is not None
-        assert all(tuple(node.attributes["perm"].as_ints()) == (1, 0) for node in nodes), f"{weight.name}: not a matrix"
-        name = weight.name
-        if len(weight.uses()) > len(nodes):
-            name, weight.name = head, embedding
-        else:
-            del graph.initializers[name]
-        transposed = _register(graph, name, weight.const_value.numpy().T)
-        for node in nodes:
-            ir.convenience.replace_all_uses_with(node.outputs[0], transposed)
-            graph.remove(node, safe=True)
-
-
-def _gemm_to_matmul(graph: ir.Graph) -> None:
-    for node in list(graph):
-        if node.op_type != "Gemm":
-            continue
-        x, weight, bias = node.inputs
-        values = {name: attribute.value for name, attribute in node.attributes.items()}
-        assert values.get("alpha", 1.0) == values.get("beta", 1.0) == 1.0 and not values.get("transA"), f"{node} is not linear"
-        assert not values.get("transB"), f"{node} multiplies by a transposed weight"
-        out = node.outputs[0]
-        product = ir.node("MatMul", [x, weight])
-        product.outputs[0].type, product.outputs[0].shape = out.type, out.shape
-        added = ir.node("Add", [product.outputs[0], bias])
-        added.outputs[0].type, added.outputs[0].shape = out.type, out.shape
-        graph.insert_before(node, [product, added])
-        ir.convenience.replace_all_uses_with(out, added.outputs[0], replace_graph_outputs=True)
-        graph.remove(node, safe=True)
 
 
 def _check(model: ir.Model, spec: ModelSpec) -> None:

@@ -35,6 +35,7 @@ FAMILIES = {
     "StableLmForCausalLM": "stablelm",
 }
 _BY_TYPE = {model_type: architecture for architecture, model_type in FAMILIES.items()}
+_MOE_TYPES = ("mixtral", "qwen3_moe")
 
 # Frequencies that depend on the length of the running batch cannot be part of a static graph.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -72,6 +73,8 @@ def check_config(config: Mapping[str, Any], source: str) -> str:
                 f"{source}: rotary embedding of type {rope!r} depends on the length of the batch and is not supported; "
                 f"use a checkpoint with one of {', '.join(_STATIC_ROPE)}"
             )
+    if model_type in _MOE_TYPES and config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"{source}: experts with hidden_act {config['hidden_act']!r} are not supported; only 'silu' is")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"{source}: use_bidirectional_attention is set but only causal attention is supported")
     return architecture
