@@ -1,0 +1,129 @@
+"""`builder build | inspect | deploy`: from a model to an engine to a Triton model repository."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from builder.config import PRECISIONS, TARGETS, BuildConfig
+from runtime import __version__
+from runtime.contract import REPORT_JSON, load_manifest
+from runtime.errors import EngineError, ForgelineError, InvalidRequest
+
+KV_CACHE_DTYPES = ("auto", "f32", "f16", "u8")
+
+
+def parser() -> argparse.ArgumentParser:
+    main = argparse.ArgumentParser(prog="builder", description="Build, inspect and deploy Forgeline engines.")
+    main.add_argument("--version", action="version", version=f"forgeline {__version__}")
+    commands = main.add_subparsers(dest="command", required=True)
+
+    build = commands.add_parser("build", help="turn a model into an engine directory")
+    build.add_argument("model", help="Hugging Face directory, .gguf file, bundled name (smollm2-135m-instruct) or hub id")
+    build.add_argument("--output", "--output_dir", type=Path, required=True, help="the engine directory")
+    build.add_argument("--target", choices=TARGETS, default="cpu")
+    build.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    build.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="auto: f32, f16 or u8 by precision")
+    build.add_argument(
+        "--group-size", type=int, choices=(32, 64, 128), help="int4: weights per scale; default: the largest that fits"
+    )
+    build.add_argument("--max-model-len", type=int, help="prompt and output tokens of one sequence; default: the model's, ≤ 8192")
+    build.add_argument("--max-num-seqs", type=int, default=32, help="sequences that may run at once")
+    build.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step: the prefill chunk")
+    build.add_argument("--eval-tokens", type=int, default=2048, help="held-out tokens for the accuracy report; 0: none")
+    build.add_argument("--no-cache", action="store_true", help="neither read nor write the build cache")
+    build.add_argument("--json", action="store_true", help="print the report as JSON, errors too")
+
+    inspect = commands.add_parser("inspect", help="check an engine and show what is in it")
+    inspect.add_argument("engine", type=Path)
+    inspect.add_argument("--json", action="store_true")
+
+    deploy = commands.add_parser("deploy", help="write an engine into a Triton model repository")
+    deploy.add_argument("engine", type=Path)
+    deploy.add_argument("--repository", type=Path, required=True)
+    deploy.add_argument("--name", required=True, help="the model's name in Triton")
+    deploy.add_argument("--copy", action="store_true", help="copy the engine into the repository instead of pointing at it")
+    deploy.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE",
+        help="a parameter of the model, e.g. max_num_seqs=16 or decoupled_mode=false; repeat for several",
+    )  # fmt: skip
+    return main
+
+
+def build(arguments: argparse.Namespace) -> dict[str, Any]:
+    config = BuildConfig(
+        source=arguments.model,
+        output=arguments.output,
+        target=arguments.target,
+        precision=arguments.precision,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        group_size=arguments.group_size,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        eval_tokens=arguments.eval_tokens,
+        use_cache=not arguments.no_cache,
+    )
+    from builder.build import build as run
+    from builder.report import summary
+
+    result = run(config, quiet=arguments.json)
+    if not arguments.json:
+        print(summary(result.report))
+        print(f"engine      {result.engine}" + (" (unchanged inputs: nothing to do)" if result.up_to_date else ""))
+    return {"engine": str(result.engine), "up_to_date": result.up_to_date, "report": result.report}
+
+
+def inspect(arguments: argparse.Namespace) -> dict[str, Any]:
+    from builder.report import summary
+
+    manifest = load_manifest(arguments.engine)
+    try:
+        report = json.loads((arguments.engine / REPORT_JSON).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{arguments.engine}: {REPORT_JSON} cannot be read ({error}); rebuild the engine") from error
+    if not arguments.json:
+        print(summary(report))
+        print("libraries   " + ", ".join(f"{name} {version}" for name, version in manifest.libraries.items()))
+        print(f"checksums   {len(manifest.checksums)} files verified")
+    return {"manifest": json.loads(manifest.to_json()), "report": report}
+
+
+def deploy(arguments: argparse.Namespace) -> dict[str, Any]:
+    from builder.deploy import deploy as run
+
+    options: dict[str, str] = {}
+    for pair in arguments.set:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise InvalidRequest(f"--set {pair!r} must have the form NAME=VALUE")
+        options[name] = value
+    place = run(arguments.engine, arguments.repository, arguments.name, options=options, copy=arguments.copy)
+    print(f"deployed    {place}\nserve it    runtime serve --repository {arguments.repository}")
+    return {"model": str(place)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    as_json = getattr(arguments, "json", False)
+    try:
+        result = {"build": build, "inspect": inspect, "deploy": deploy}[arguments.command](arguments)
+    except ForgelineError as error:
+        if as_json:
+            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}, ensure_ascii=False))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
