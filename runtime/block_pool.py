@@ -145,8 +145,8 @@ class BlockPool:
     def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert that every block is free, referenced or cached exactly once, and, given all tables, counted right."""
         referenced = [block for block, count in enumerate(self._references) if count]
-        states = Counter(self._free) + Counter(self._cached) + Counter(referenced)
-        assert states == Counter(range(self.num_blocks)), f"blocks in no state or in several: {states}"
+        states = sorted([*self._free, *self._cached, *referenced])
+        assert states == list(range(self.num_blocks)), f"blocks in no state or in several: {states}"
         assert min(self._references) >= 0
         assert self.num_used == len(referenced)
         assert self._block_of == {key: block for block, key in enumerate(self._keys) if key is not None}

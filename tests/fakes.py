@@ -58,6 +58,7 @@ class FakeExecutor:
         self.positions = np.full((num_blocks, block_size), -1, np.int64)
         self.fail_with: BaseException | None = None
         self.num_steps = 0
+        self.num_copies = 0
         self.closed = False
 
     def execute(self, inputs: StepInputs) -> StepOutput:
@@ -101,6 +102,7 @@ class FakeExecutor:
         """All sources are read before any destination is written, as a parallel copy may do."""
         sources, targets = [source for source, _ in copies], [target for _, target in copies]
         assert len(set(targets)) == len(targets) and not set(sources) & set(targets)
+        self.num_copies += len(copies)
         self.states[targets] = self.states[sources]
         self.positions[targets] = self.positions[sources]
 
@@ -183,10 +185,16 @@ def add_prompt(scheduler: Scheduler, num_tokens: int, *, first_token: int = 100,
 
 
 def add_decoding(scheduler: Scheduler, num_computed_tokens: int, *, first_token: int = 200, **options: Any) -> Request:
-    """A running request with that many tokens computed and one more known, its first output token (7)."""
+    """A running request with that many tokens computed and one more known, its first output token (7).
+
+    It is put into this state without a step, so nothing else moves and nothing enters the prefix cache.
+    """
     request = add_prompt(scheduler, num_computed_tokens, first_token=first_token, **options)
-    while not request.num_output_tokens:
-        run_step(scheduler)
+    scheduler._remove(scheduler.waiting, request)
+    scheduler._insert(scheduler.running, request)
+    request.block_table = scheduler.pool.allocate(-(-num_computed_tokens // scheduler.pool.block_size))
+    request.num_computed_tokens = num_computed_tokens
+    request.token_ids.append(7)
     return request
 
 
