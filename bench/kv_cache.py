@@ -55,7 +55,7 @@ def measure(
     repetitions: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Curves:
-    """Greedy continuation of `prompt` to `length` tokens; every `every` tokens both ways are timed, medians kept."""
+    """Greedy continuation of `prompt` to `length` tokens; both ways are timed first, last and every `every` tokens, medians kept."""
     blocks = -(-(length + 1) // executor.block_size)
     assert 2 * blocks <= executor.num_blocks, f"two sequences need {2 * blocks} blocks, the pool has {executor.num_blocks}"
 
@@ -73,7 +73,7 @@ def measure(
         sequence.append(token)
         last = len(sequence) - 1
         token, _ = run(cached_row, last, sequence[last:])
-        if len(sequence) % every == 0 or len(sequence) == length:
+        if len(sequence) % every == 0 or len(sequence) in (len(prompt) + 1, length):
             # both recompute what is already there, so repeating changes nothing
             pairs = [(run(cached_row, last, sequence[last:]), run(uncached_row, 0, sequence)) for _ in range(repetitions)]
             lengths.append(len(sequence))

@@ -45,9 +45,9 @@ class Counting:
 def test_cached_steps_cost_one_token_and_uncached_steps_all_of_them() -> None:
     executor = Counting()
     curves = kv_cache.measure(executor, [3], length=66, every=16, repetitions=2, clock=lambda: executor.now)
-    assert curves.lengths.tolist() == [16, 32, 48, 64, 66]
-    assert curves.cached.tolist() == [1, 1, 1, 1, 1]
-    assert curves.uncached.tolist() == [16, 32, 48, 64, 66]
+    assert curves.lengths.tolist() == [2, 16, 32, 48, 64, 66]
+    assert curves.cached.tolist() == [1, 1, 1, 1, 1, 1]
+    assert curves.uncached.tolist() == [2, 16, 32, 48, 64, 66]
     assert curves.tokens_agree
 
 
