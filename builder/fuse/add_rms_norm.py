@@ -1,0 +1,12 @@
+"""Residual add + RMSNormalization → forgeline::AddRMSNorm. See add_norm.py."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from builder.fuse.add_norm import fuse_add_norm
+from builder.fuse.graph import Decline
+
+
+def add_rms_norm(model: ir.Model, decline: Decline) -> int:
+    return fuse_add_norm(model, "RMSNormalization", "AddRMSNorm", decline)
