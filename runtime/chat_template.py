@@ -103,7 +103,7 @@ class ChatTemplate:
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._sources:
             raise UnsupportedFeature(
-                "this model has no chat template, so it takes plain prompts only; add chat_template.jinja to its tokenizer directory"
+                "this model has no chat template, so send plain prompts; add chat_template.jinja to its tokenizer directory"
             )
         if name not in self._compiled:
             try:

@@ -4,7 +4,8 @@ Which stop string ends a text does not depend on how the text was cut into token
 starting together the shortest, being complete first. So the result is the text up to the least `text.find(stop)`. Characters
 that may begin a stop string are held back until that is decided.
 
-Units    tokens are counted when their text is settled, even where it is still held back
+Units    a token counts when it is pushed, also while its text is held back. The last one to count is the one that completed the
+         stop string; in the rare case that another stop string might have begun earlier, the one that settled it
 Source   vLLM and OpenAI likewise leave the stop string out unless asked; vLLM takes the first one in the list that has appeared
 """
 
@@ -23,7 +24,7 @@ __all__ = ["IncrementalDetokenizer", "StopStrings", "TextDelta", "TextStream"]
 @dataclass(frozen=True)
 class TextDelta:
     text: str
-    token_count: int  # tokens newly settled; those after the one that completed a stop string never count
+    token_count: int  # of the tokens pushed, those that count: all, or up to the one that settled the stop
     stopped: bool  # a stop string ended the text
 
 
@@ -44,9 +45,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
         self.stopped = False
-        self.match: tuple[int, int] | None = (
-            None  # (start, length) of the best one complete; not final while one may start earlier
-        )
+        self._match: tuple[int, int] | None = None  # (start, length) of the best complete one; another may yet start earlier
         self._include = include_in_output
         self._stops = [(stop, _borders(stop)) for stop in dict.fromkeys(stops)]
         self._matched = [0] * len(self._stops)  # how much of each stop string the text so far ends with
@@ -71,7 +70,7 @@ class StopStrings:
             self._end = offset + index + 1
             self._advance(text[index], armed)
             index += 1
-            if self.match is not None and self._earliest_open() >= self.match[0]:
+            if self._match is not None and self._earliest_open() >= self._match[0]:
                 return self._stop()
         self._end = offset + len(text)
         return self._release(self._earliest_open())
@@ -80,7 +79,7 @@ class StopStrings:
         """The text ends here: no stop string can begin any earlier than a complete one."""
         if self.stopped:
             return ""
-        return self._stop() if self.match is not None else self._release(self._end)
+        return self._stop() if self._match is not None else self._release(self._end)
 
     def _advance(self, char: str, armed: bool) -> None:
         for i, (stop, borders) in enumerate(self._stops):
@@ -90,8 +89,8 @@ class StopStrings:
             length += stop[length] == char
             if length == len(stop):
                 candidate = (self._end - length, length)
-                if armed and (self.match is None or candidate < self.match):
-                    self.match = candidate
+                if armed and (self._match is None or candidate < self._match):
+                    self._match = candidate
                 length = borders[length]
             self._matched[i] = length
 
@@ -106,8 +105,8 @@ class StopStrings:
         return text
 
     def _stop(self) -> str:
-        assert self.match is not None
-        start, length = self.match
+        assert self._match is not None
+        start, length = self._match
         self.stopped = True
         text = self._release(start + length if self._include else start)
         self._held = ""
@@ -123,8 +122,6 @@ class TextStream:
         self._silent = frozenset() if params.include_stop_in_output else frozenset(params.stop_token_ids)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._num_unsettled = 0  # tokens not yet reported, because a complete stop string may have ended before them
-        self._num_to_match = 0  # of those, up to the one that completed it
 
     def push(self, token_ids: Sequence[int], finished: bool = False) -> TextDelta:
         """Tokens that stop a request (`stop_token_ids`) add no text unless stop strings are included in the output."""
@@ -133,33 +130,17 @@ class TextStream:
             if finished:
                 text += self._detokenizer.flush()
             return TextDelta(text, len(token_ids), False)
-        text = ""
+        text, count = "", 0
         for id in token_ids:
             if self._stops.stopped:
                 break
+            count += 1
             self._num_tokens += 1
-            self._num_unsettled += 1
             text += self._find_stop("" if id in self._silent else self._detokenizer.push([id]))
-        if finished and not self._stops.stopped:
-            text += self._find_stop(self._detokenizer.flush())
-            text += self._stops.flush()
-        return TextDelta(text, self._settle(), self._stops.stopped)
+        if finished:
+            text += self._find_stop(self._detokenizer.flush()) + self._stops.flush()
+        return TextDelta(text, count, self._stops.stopped)
 
     def _find_stop(self, text: str) -> str:
         assert self._stops is not None
-        before = self._stops.match
-        released = self._stops.push(text, armed=self._num_tokens >= self._min_tokens)
-        if self._stops.match != before:
-            self._num_to_match = self._num_unsettled
-        return released
-
-    def _settle(self) -> int:
-        assert self._stops is not None
-        if self._stops.match is None:
-            count = self._num_unsettled
-        elif self._stops.stopped:
-            count = self._num_to_match
-        else:
-            return 0
-        self._num_unsettled = self._num_to_match = 0
-        return count
+        return self._stops.push(text, armed=self._num_tokens >= self._min_tokens)
