@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime import logits as ops
+import runtime.logits as ops
 from runtime.errors import InvalidRequest
 from runtime.executors.base import StepOutput
 from runtime.request import Request, SamplingParams

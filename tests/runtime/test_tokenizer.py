@@ -1,7 +1,6 @@
 import json
 import random
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import tiny_tokenizers as tiny
@@ -11,7 +10,6 @@ from tokenizers import decoders, models, processors
 from runtime.errors import EngineError, EngineNotFound, InvalidRequest, UnsupportedFeature
 from runtime.tokenizer import Tokenizer
 
-TINY_LLAMA = Path(__file__).parents[1] / "models" / "tiny-llama"
 CHAT = (
     "{% for message in messages %}\n"
     "    {% if message['role'] == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}\n"
@@ -325,7 +323,7 @@ def test_no_or_broken_template():
 
 
 def test_tiny_llama_round_trip():
-    tokenizer = Tokenizer.load(TINY_LLAMA)
+    tokenizer = tiny.tiny_llama()
     for text in tiny.TEXT[:5]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -1,6 +1,7 @@
 """Small tokenizers of every kind, trained on a few lines, for tests."""
 
 from functools import cache
+from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -13,6 +14,7 @@ TEXT = [
     "naïve café — déjà vu",
     "emoji 😀👍🏽 👨‍👩‍👧 and flags 🇫🇷",
 ] * 3
+TINY_LLAMA = Path(__file__).parents[1] / "models" / "tiny-llama"
 SPECIAL = [AddedToken("<s>", special=True), AddedToken("</s>", special=True)]
 
 
@@ -97,7 +99,14 @@ def without_decoder():
     return _wrap(backend)
 
 
+@cache
+def tiny_llama():
+    """The tokenizer of the trained test model, as it ships."""
+    return product.Tokenizer.load(TINY_LLAMA)
+
+
 ALL = {
+    "tiny_llama": tiny_llama,
     "byte_level": byte_level,
     "sentencepiece": sentencepiece,
     "gemma": gemma,
