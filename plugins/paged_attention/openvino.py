@@ -1,7 +1,7 @@
 """PagedAttention on the CPU: OpenVINO's own paged attention, reached from ONNX through a ConversionExtension.
 
-`builder.targets.openvino` lowers forgeline::PagedAttention to forgeline::OpenVINOPagedAttention; reading such a model turns each of
-those nodes into `_PagedAttentionExtension`, a private operation of OpenVINO with 28 inputs, so openvino is pinned in pyproject.
+`builder.targets.openvino` lowers forgeline::PagedAttention to forgeline::OpenVINOPagedAttention; reading such a model turns each
+of those nodes into `_PagedAttentionExtension`, a private operation of OpenVINO with 28 inputs, so openvino is pinned in pyproject.
 The plug-in chooses the layout of the pools: `[num_blocks, Hkv, 32, D (+ 8 bytes of scale and zero point when 8-bit)]`, updated in
 place. Used by the builder (compile and check) and by the runtime's executor alike, so that both see the same engine.
 
