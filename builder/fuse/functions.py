@@ -3,7 +3,7 @@
     SwiGLU(gate, up)                      gate * sigmoid(gate) * up
     GeGLU(gate, up; approximate)          Gelu(gate) * up
     AddRMSNorm(x, residual, weight; epsilon)             →  normed, total = x + residual
-    AddLayerNorm(x, residual, weight[, bias]; epsilon)   →  normed, total = x + residual
+    AddLayerNorm(x, residual, weight, bias; epsilon)     →  normed, total = x + residual
 
 A lowering that has no kernel for them calls `inline_forgeline_ops` and sees standard ops again; PagedAttention stays.
 """
