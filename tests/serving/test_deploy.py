@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_triton import make_manifest
+
+import builder.bundle
+from builder.deploy import HEADER, deploy
+from runtime.errors import BuildError, EngineNotFound, InvalidRequest, OutOfDisk
+from runtime.serving.tensors import INPUTS, OUTPUTS
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    directory = tmp_path / 'engine "1"'
+    directory.mkdir()
+    (directory / "manifest.json").write_text(make_manifest().to_json())
+    return directory
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """config.pbtxt parsed by the protobuf library, as Triton does."""
+    from google.protobuf import json_format, text_format
+    from tritonclient.grpc import model_config_pb2
+
+    config = text_format.Parse((model / "config.pbtxt").read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    return json.loads(json_format.MessageToJson(config, preserving_proto_field_name=True))
+
+
+def test_the_configuration_follows_from_tensors_and_options(engine: Path, tmp_path: Path) -> None:
+    model = deploy(engine, tmp_path / "repository", "llm", options={"max_queue_size": "9"})
+    assert model == tmp_path / "repository" / "llm"
+    config = read_config(model)
+    assert config["name"] == "llm" and config["backend"] == "python" and config["max_batch_size"] == 1
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert config["instance_group"] == [{"kind": "KIND_CPU", "count": 1}]
+    assert config["parameters"] == {"engine_dir": {"string_value": str(engine)}, "max_queue_size": {"string_value": "9"}}
+    for specs, tensors in ((INPUTS, config["input"]), (OUTPUTS, config["output"])):
+        found = [
+            (t["name"], t["data_type"].removeprefix("TYPE_"), tuple(map(int, t["dims"])), t.get("optional", False))
+            for t in tensors
+        ]
+        is_input = specs is INPUTS
+        assert found == [(spec.name, spec.data_type, spec.dims, is_input and spec.optional) for spec in specs]
+    assert [spec.name for spec in INPUTS if not spec.optional] == ["text_input", "max_tokens"]
+
+
+def test_a_model_that_answers_once(engine: Path, tmp_path: Path) -> None:
+    options = {"decoupled_mode": "false", "triton_max_batch_size": "0"}
+    config = read_config(deploy(engine, tmp_path, "llm", options=options))
+    assert config.get("max_batch_size", 0) == 0 and config["model_transaction_policy"] == {}
+
+
+def test_the_model_file_is_thin_and_imports_the_runtime(engine: Path, tmp_path: Path) -> None:
+    model = deploy(engine, tmp_path, "llm")
+    source = (model / "1" / "model.py").read_text()
+    assert "from runtime.serving.triton import TritonPythonModel\n" in source
+    compile(source, "model.py", "exec")
+    assert sorted(path.name for path in model.iterdir()) == ["1", "config.pbtxt"]
+
+
+def test_a_copy_travels_with_the_model(engine: Path, tmp_path: Path) -> None:
+    model = deploy(engine, tmp_path, "llm", copy=True)
+    assert (model / "1" / "engine" / "manifest.json").read_bytes() == (engine / "manifest.json").read_bytes()
+    assert read_config(model)["parameters"]["engine_dir"] == {"string_value": "engine"}
+
+
+def test_deploying_again_replaces_the_model(engine: Path, tmp_path: Path) -> None:
+    deploy(engine, tmp_path, "llm", copy=True)
+    model = deploy(engine, tmp_path, "llm")
+    assert not (model / "1" / "engine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['engine "1"', "llm"]
+
+
+def test_what_somebody_else_wrote_is_kept(engine: Path, tmp_path: Path) -> None:
+    other = tmp_path / "llm"
+    other.mkdir()
+    (other / "config.pbtxt").write_text('name: "llm"\n')
+    with pytest.raises(BuildError, match="exists and was not written by `builder deploy`; choose another --name or remove it"):
+        deploy(engine, tmp_path, "llm")
+    assert (other / "config.pbtxt").read_text() == 'name: "llm"\n'
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "a b", "../x"])
+def test_bad_names(engine: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be made of letters, digits"):
+        deploy(engine, tmp_path, name)
+
+
+def test_bad_engine_or_option_writes_nothing(engine: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineNotFound):
+        deploy(tmp_path / "nowhere", tmp_path / "repository", "llm")
+    with pytest.raises(InvalidRequest, match="max_beam_width=4 cannot be honoured: there is no beam search; leave it empty or 1"):
+        deploy(engine, tmp_path / "repository", "llm", options={"max_beam_width": "4"})
+    with pytest.raises(InvalidRequest, match="engine_dir is not an option"):
+        deploy(engine, tmp_path / "repository", "llm", options={"engine_dir": "x"})
+    assert not (tmp_path / "repository").exists()
+
+
+def test_a_full_disk_leaves_the_old_model_in_place(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deploy(engine, tmp_path, "llm")
+
+    def copytree(source: Path, target: Path) -> None:
+        target.mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(builder.deploy.shutil, "copytree", copytree)
+    with pytest.raises(OutOfDisk, match="is full"):
+        deploy(engine, tmp_path, "llm", copy=True)
+    assert (model / "config.pbtxt").read_text().startswith(HEADER)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['engine "1"', "llm"]

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_triton
+import numpy as np
+import pytest
+from fake_triton import FakeEngine, MetricFamily, Request, TritonError, make_manifest, scalar, text_request
+
+from runtime.errors import ManifestMismatch, QueueFull
+from runtime.request import FinishReason
+
+fake_triton.install()
+triton = importlib.import_module("runtime.serving.triton")
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    models = []
+    monkeypatch.setattr(triton.Engine, "load", lambda path, config: FakeEngine(make_manifest(), config))
+
+    def make(*, decoupled: bool = True, max_batch_size: int = 1, **parameters: str) -> Any:
+        MetricFamily.made = {}
+        engine = tmp_path / "engine"
+        engine.mkdir(exist_ok=True)
+        (engine / "manifest.json").write_text(make_manifest().to_json())
+        parameters = {"engine_dir": str(engine), "cancellation_check_period_ms": "5", "stats_check_period_ms": "5", **parameters}
+        config = {
+            "max_batch_size": max_batch_size,
+            "model_transaction_policy": {"decoupled": decoupled},
+            "parameters": {name: {"string_value": value} for name, value in parameters.items()},
+        }
+        model = triton.TritonPythonModel()
+        model.initialize(
+            {"model_config": json.dumps(config), "model_repository": str(tmp_path), "model_version": "1", "model_name": "llm"}
+        )
+        models.append(model)
+        return model
+
+    yield make
+    for model in models:
+        model.finalize()
+        assert model.engine.closed and not model.live
+        assert not any(thread.is_alive() for thread in model.threads)
+
+
+def start(model: Any, inputs: dict[str, Any] | None = None, **keywords: Any) -> tuple[Any, Any]:
+    """Send one request → its sender and what reached the engine."""
+    request = Request(inputs or text_request(), **keywords)
+    before = len(model.engine.submitted)
+    assert model.execute([request]) is None
+    submitted = model.engine.submitted[before:]
+    return request.sender, submitted[0] if len(submitted) == 1 else submitted
+
+
+def texts(sender: Any) -> list[list[bytes]]:
+    return [response.tensors["text_output"].tolist() for response in sender.responses]
+
+
+def stream(**inputs: Any) -> dict[str, Any]:
+    return text_request(stream=scalar(True, bool), return_num_output_tokens=scalar(True, bool), **inputs)
+
+
+def test_a_stream_sends_deltas_and_counts_that_add_up(make_model: Make) -> None:
+    sender, running = start(make_model(), stream(return_num_input_tokens=scalar(True, bool)))
+    running.emit("He")
+    running.emit("llo", tokens=3)
+    running.emit("!", finish=FinishReason.LENGTH)
+    assert texts(sender) == [[b"He"], [b"llo"], [b"!"]]
+    assert [int(response.tensors["num_output_tokens"][0, 0]) for response in sender.responses] == [1, 3, 1]
+    assert [int(response.tensors["num_input_tokens"][0, 0]) for response in sender.responses] == [3, 3, 3]
+    assert sender.finals == [False, False, True]
+    assert ["finish_reason" in response.tensors for response in sender.responses] == [False, False, True]
+    assert sender.responses[2].tensors["finish_reason"].tolist() == [b"length"]
+
+
+def test_without_stream_there_is_one_response_with_the_prompt_first(make_model: Make) -> None:
+    sender, running = start(make_model())
+    running.emit("He")
+    running.emit("llo", finish=FinishReason.STOP)
+    assert texts(sender) == [[b"hiHello"]] and sender.finals == [True]
+    assert set(sender.responses[0].tensors) == {"text_output", "finish_reason"}
+    sender, running = start(make_model(), text_request(exclude_input_in_output=scalar(True, bool)))
+    running.emit("Hello", finish=FinishReason.STOP)
+    assert texts(sender) == [[b"Hello"]]
+
+
+def test_prompt_and_options_reach_the_engine(make_model: Make) -> None:
+    model = make_model()
+    _, running = start(model, text_request(priority=scalar(-1, np.int32), cache_salt=scalar(b"t", object)))
+    assert running.prompt == [0, 104, 105]
+    assert (running.keywords["priority"], running.keywords["cache_salt"], running.keywords["n"]) == (-1, "t", 1)
+    _, running = start(model, text_request(add_special_tokens=scalar(False, bool)))
+    assert running.prompt == [104, 105]
+
+
+def test_log_probs_and_performance(make_model: Make) -> None:
+    flags = {name: scalar(True, bool) for name in ("return_log_probs", "return_perf_metrics", "return_num_output_tokens")}
+    sender, running = start(make_model(), text_request(**flags))
+    running.emit("a", tokens=2)
+    running.emit("b", finish=FinishReason.LENGTH)
+    tensors = sender.responses[0].tensors
+    assert tensors["output_log_probs"].tolist() == [[[-0.5, -0.5, -0.5]]]
+    assert tensors["cum_log_probs"].tolist() == [[-1.5]]
+    assert tensors["num_output_tokens"].tolist() == [[3]]
+    numbers = {name: tensors[name].tolist() for name in tensors if "blocks" in name or "time" in name or "draft" in name}
+    assert numbers == {
+        "kv_cache_alloc_new_blocks": [[2]], "kv_cache_reused_blocks": [[1]], "kv_cache_alloc_total_blocks": [[3]],
+        "arrival_time_ns": [[1_000_000_000]], "first_scheduled_time_ns": [[1_100_000_000]],
+        "first_token_time_ns": [[1_300_000_000]], "last_token_time_ns": [[1_700_000_000]],
+        "total_accepted_draft_tokens": [[0]], "total_draft_tokens": [[0]],
+    }  # fmt: skip
+    assert tensors["acceptance_rate"].tolist() == [[0.0]] and tensors["acceptance_rate"].dtype == np.float32
+    assert tensors["arrival_time_ns"].dtype == np.int64
+
+
+def test_only_requested_outputs_are_sent(make_model: Make) -> None:
+    sender, running = start(make_model(), text_request(return_log_probs=scalar(True, bool)), wanted=["cum_log_probs"])
+    running.emit("a", finish=FinishReason.LENGTH)
+    assert set(sender.responses[0].tensors) == {"cum_log_probs"}
+
+
+def test_several_sequences_come_one_by_one_with_their_index(make_model: Make) -> None:
+    sender, running = start(make_model(), text_request(num_return_sequences=scalar(2, np.int32)))
+    running.emit("x", index=1)
+    running.emit("a", index=0)
+    running.emit("y", index=1, finish=FinishReason.STOP)
+    running.emit("b", index=0, finish=FinishReason.LENGTH)
+    assert texts(sender) == [[b"hixy"], [b"hiab"]] and sender.finals == [False, True]
+    assert [response.tensors["sequence_index"].tolist() for response in sender.responses] == [[[1]], [[0]]]
+
+
+def test_a_batch_answers_every_row(make_model: Make) -> None:
+    inputs = {"text_input": np.array([[b"p"], [b"q"]], dtype=object), "max_tokens": np.array([[3], [5]], dtype=np.int32)}
+    sender, (first, second) = start(make_model(max_batch_size=4), inputs)
+    second.emit("2", finish=FinishReason.STOP)
+    first.emit("1", finish=FinishReason.STOP)
+    assert texts(sender) == [[b"q2"], [b"p1"]] and sender.finals == [False, True]
+    assert [response.tensors["batch_index"].tolist() for response in sender.responses] == [[[1]], [[0]]]
+
+
+def test_a_model_that_is_not_decoupled_answers_once(make_model: Make) -> None:
+    model = make_model(decoupled=False)
+    sender, running = start(model, text_request(num_return_sequences=scalar(2, np.int32), return_log_probs=scalar(True, bool)))
+    running.emit("b", index=1, tokens=2, finish=FinishReason.STOP)
+    assert sender.sent == []
+    running.emit("a", index=0, finish=FinishReason.LENGTH)
+    tensors = sender.responses[0].tensors
+    assert tensors["text_output"].tolist() == [b"hia", b"hib"] and sender.finals == [True]
+    assert tensors["finish_reason"].tolist() == [b"length", b"stop"]
+    assert tensors["cum_log_probs"].tolist() == [[-0.5, -1.0]]
+    assert tensors["output_log_probs"].tolist() == [[[-0.5, 0.0], [-0.5, -0.5]]]
+    sender, _ = start(model, stream())
+    assert sender.only_error().message.startswith("stream is true but this model was deployed with decoupled_mode=false")
+    assert sender.only_error().code == TritonError.INVALID_ARG
+    assert len(model.engine.submitted) == 1
+
+
+def test_flat_tensors_without_a_batch_dimension(make_model: Make) -> None:
+    inputs = {"text_input": np.array([b"p"], dtype=object), "max_tokens": np.array([3], dtype=np.int32),
+              "return_num_output_tokens": np.array([True])}  # fmt: skip
+    sender, running = start(make_model(max_batch_size=0), inputs)
+    running.emit("1", finish=FinishReason.STOP)
+    assert sender.responses[0].tensors["num_output_tokens"].tolist() == [1]
+
+
+def test_errors_have_triton_codes(make_model: Make) -> None:
+    model = make_model()
+    for inputs, code in (
+        (text_request(max_tokens=0), TritonError.INVALID_ARG),
+        (text_request(lora_task_id=scalar(1, np.uint64)), TritonError.UNSUPPORTED),
+    ):
+        sender, _ = start(model, inputs)
+        assert sender.only_error().code == code
+    model.engine.refuse_with = QueueFull("full; retry later")
+    sender, _ = start(model)
+    assert (sender.only_error().message, sender.only_error().code) == ("full; retry later", TritonError.UNAVAILABLE)
+    model.engine.refuse_with = ZeroDivisionError("boom")
+    sender, _ = start(model)
+    assert "ZeroDivisionError: boom" in sender.only_error().message and sender.only_error().code == TritonError.INTERNAL
+    assert not model.live
+
+
+def test_one_bad_request_leaves_its_neighbours_alone(make_model: Make) -> None:
+    model = make_model()
+    bad, good = Request(text_request(max_tokens=-1)), Request(text_request())
+    model.execute([bad, good])
+    assert bad.sender.only_error().message == "max_tokens is -1 but must be at least 1"
+    model.engine.submitted[0].emit("ok", finish=FinishReason.STOP)
+    assert texts(good.sender) == [[b"hiok"]]
+
+
+def test_an_engine_error_ends_the_request_and_cancels_its_other_sequences(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, text_request(num_return_sequences=scalar(2, np.int32)))
+    running.emit("", index=0, tokens=0, finish=FinishReason.ERROR, error="the logits are not finite")
+    assert (sender.only_error().message, sender.only_error().code) == ("the logits are not finite", TritonError.INTERNAL)
+    assert model.engine.cancelled == [running.id]
+    running.emit("late", index=1, finish=FinishReason.CANCELLED)
+    assert len(sender.sent) == 1
+
+
+def test_a_client_that_leaves_is_noticed_and_its_request_cancelled(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, stream())
+    stays, _ = start(model, stream())
+    running.emit("a")
+    sender.cancelled = True
+    wait_until(lambda: running.id in model.engine.cancelled)
+    assert model.engine.cancelled == [running.id]
+    running.emit("", tokens=0, finish=FinishReason.CANCELLED)
+    assert sender.finals == [False, True]
+    assert sender.responses[1].error is not None and sender.responses[1].error.code == TritonError.CANCELLED
+    assert list(model.live) != [] and stays.sent == []
+
+
+def test_closing_the_model_ends_what_runs(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, stream())
+    running.emit("a")
+    model.finalize()
+    assert sender.finals == [False, True]
+    error = sender.responses[1].error
+    assert error is not None and error.message == "the server is shutting down; send the request to another server"
+
+
+def test_a_client_that_leaves_while_its_request_is_submitted(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    request = Request(stream())
+    submit = model.engine.submit
+
+    def slow_submit(*arguments: Any, **keywords: Any) -> Any:
+        request.sender.cancelled = True
+        wait_until(lambda: keywords["request_id"] in model.engine.cancelled)  # before the engine knows it: without effect
+        model.engine.cancelled.clear()
+        return submit(*arguments, **keywords)
+
+    monkeypatch.setattr(model.engine, "submit", slow_submit)
+    model.execute([request])
+    assert model.engine.cancelled == [model.engine.submitted[0].id]
+
+
+def test_a_connection_that_breaks_on_send_cancels_the_request(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, stream())
+    sender.broken = True
+    with pytest.raises(RuntimeError, match="connection is gone"):
+        running.emit("a")
+    assert not model.live and model.engine.cancelled == [running.id]
+    running.emit("b", finish=FinishReason.CANCELLED)  # nothing is sent any more
+
+
+def test_stop_cancels_the_request_of_the_same_id(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, stream(), id="42")
+    start(model, stream(), id="43")
+    running.emit("a")
+    stopper, _ = start(model, text_request(stop=scalar(True, bool)), id="42")
+    assert stopper.finals == [True] and stopper.responses[0].tensors == {} and stopper.responses[0].error is None
+    assert model.engine.cancelled == [running.id]
+    running.emit("", tokens=0, finish=FinishReason.CANCELLED)
+    assert sender.finals == [False, True] and sender.responses[1].error is None
+    assert sender.responses[1].tensors["finish_reason"].tolist() == [b"cancelled"]
+    unnamed, _ = start(model, text_request(stop=scalar(True, bool)))
+    assert unnamed.only_error().message == "stop is true but the request has no id; send the id of the request to cancel"
+    unknown, _ = start(model, text_request(stop=scalar(True, bool)), id="nobody")
+    assert unknown.finals == [True] and unknown.responses[0].error is None
+
+
+def test_a_request_past_its_timeout_ends_with_an_error(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, parameters={"timeout": 1000})
+    wait_until(lambda: model.engine.cancelled == [running.id])
+    running.emit("", tokens=0, finish=FinishReason.CANCELLED)
+    assert "timeout passed" in sender.only_error().message and sender.only_error().code == TritonError.UNAVAILABLE
+
+
+def test_a_dead_engine_ends_the_requests_and_the_process(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    sender, _ = start(model, stream())
+    exited = threading.Event()
+
+    def exit_(status: int) -> None:
+        assert status == 1
+        exited.set()
+        model.closing.set()
+
+    monkeypatch.setattr(triton.os, "_exit", exit_)
+    model.engine.healthy = False
+    assert exited.wait(5)
+    assert sender.only_error().message == "the engine failed while the request ran; send it again"
+
+
+def test_the_metrics_follow_the_engine(make_model: Make) -> None:
+    model = make_model()
+    blocks = {m.labels["kv_cache_block_type"]: m for m in MetricFamily.made["nv_trt_llm_kv_cache_block_metrics"].metrics}
+    assert blocks["used"].labels == {"kv_cache_block_type": "used", "model": "llm", "version": "1"}
+    wait_until(lambda: blocks["used"].calls == [0])
+    model.engine.used_blocks = 3
+    wait_until(lambda: blocks["used"].calls == [0, 3])
+    _, running = start(model)
+    running.emit("a", tokens=5, finish=FinishReason.STOP)
+    (ttft,) = MetricFamily.made["forgeline_time_to_first_token_seconds"].metrics
+    wait_until(lambda: ttft.calls == [0.3])
+    memory = {m.labels["memory_type"]: m for m in MetricFamily.made["nv_trt_llm_runtime_memory_metrics"].metrics}
+    assert memory["cpu"].calls[0] > 1_000_000 and memory["gpu"].calls == [0]
+
+
+def test_options_reach_the_engine(make_model: Make) -> None:
+    model = make_model(max_queue_size="9", enable_kv_cache_reuse="false", exclude_input_in_output="true")
+    assert model.engine.loaded_with.max_queue_size == 9 and not model.engine.loaded_with.enable_prefix_caching
+    sender, running = start(model)
+    running.emit("a", finish=FinishReason.STOP)
+    assert texts(sender) == [[b"a"]]
+
+
+def test_an_engine_that_does_not_load_is_one_sentence(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: Any, config: Any) -> Any:
+        raise ManifestMismatch("built with openvino 1 but 2 is installed; rebuild the engine")
+
+    monkeypatch.setattr(triton.Engine, "load", load)
+    with pytest.raises(fake_triton.TritonModelException, match=r"^built with openvino 1 but 2 is installed; rebuild .*e$"):
+        make_model()
+    with pytest.raises(fake_triton.TritonModelException, match="has no parameter engine_dir"):
+        make_model(engine_dir="")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    event = threading.Event()
+    for _ in range(2500):
+        if condition():
+            return
+        event.wait(0.002)
+    raise AssertionError("did not happen within 5 s")
