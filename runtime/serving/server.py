@@ -36,6 +36,7 @@ log = logging.getLogger("forgeline.server")
 
 POLL_S = 0.1
 SCAN_S = 1.0  # looking for backends of models loaded later reads all of /proc
+STOP_GRACE_S = 5.0  # for unloading the models once the requests in flight are done or given up
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LOG_TAIL_LINES = 12
@@ -231,7 +232,7 @@ class TritonServer:
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self.stop_timeout_s + 5)
+                process.wait(self.stop_timeout_s + STOP_GRACE_S)
         self._kill()
 
     def _kill(self) -> None:

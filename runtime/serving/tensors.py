@@ -139,7 +139,7 @@ class Unavailable:
     reason: str
 
 
-_NO_IMAGES = "this engine takes text only"
+_NO_IMAGES = "this engine takes text only; leave it out"
 _NO_PROMPT_TUNING = "this runtime has no prompt tuning; put the text of the prompt into text_input"
 _NO_LORA = "this runtime has no LoRA adapters; merge the adapter into the model and build an engine from that"
 _NO_GRAMMAR = "this runtime does not constrain its output yet; leave it out and check the text"
