@@ -55,7 +55,7 @@ def measure(
     repetitions: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Curves:
-    """Greedy continuation of `prompt` to `length` tokens; both ways are timed first, last and every `every` tokens, medians kept."""
+    """Greedy continuation of `prompt` to `length` tokens; first, last and every `every`th step timed, medians kept."""
     blocks = -(-(length + 1) // executor.block_size)
     assert 2 * blocks <= executor.num_blocks, f"two sequences need {2 * blocks} blocks, the pool has {executor.num_blocks}"
 
