@@ -25,7 +25,7 @@ class Rule(pattern.RewriteRuleClassBase):
 
     def fail(self, reason: str, *values: ir.Value) -> pattern.MatchResult:
         self._decline(reason)
-        return pattern.MatchResult().fail(reason, *values)
+        return pattern.MatchResult().fail(reason, list(values))
 
 
 def is_op(node: ir.Node | None, op_type: str, domain: str = "") -> bool:
