@@ -64,8 +64,13 @@ def _locate(wanted: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
     """(flat index, row, column) of what is wanted, in order of id; `column` counts up from 0 within each row."""
     flat = np.flatnonzero(wanted)
     rows = flat // wanted.shape[1]
-    lengths = np.bincount(rows, minlength=len(wanted))
-    return flat, rows, np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return flat, rows, _columns(rows, len(wanted))
+
+
+def _columns(rows: Ints, count: int) -> Ints:
+    """Each entry's position among those of its row; `rows` ascend."""
+    lengths = np.bincount(rows, minlength=count)
+    return np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def largest(values: Floats, k: Ints) -> tuple[Ints, Floats]:
@@ -83,47 +88,52 @@ def largest(values: Floats, k: Ints) -> tuple[Ints, Floats]:
     return ids[:, : int(k.max())], best[:, : int(k.max())]
 
 
-def choose(values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64]) -> Ints:
+def choose(
+    values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64], scratch: Floats | None = None
+) -> Ints:
     """A token id per row from softmax(values) after min-p, then top-k, then top-p; `values` have a maximum of 0.
 
-    top_k < 1 or ≥ V, top_p = 1 and min_p = 0 are off.
+    top_k < 1 or ≥ V, top_p = 1 and min_p = 0 are off. Rows without any filter are best given in a call of their own. `values`
+    are overwritten, and `scratch` of the same shape: fresh arrays of this size cost more in page faults than the arithmetic.
     """
-    count, width = values.shape
-    use_k = (top_k >= 1) & (top_k < width)
-    use_p = top_p < 1
-    filtered = use_k | use_p | (min_p > 0)
-    chosen = np.zeros(count, np.int64)
-    if not filtered.all():
-        free = ~filtered
-        chosen[free] = draw(np.exp(values[free]), uniform[free])
-    if filtered.any():
-        chosen[filtered] = _choose_filtered(
-            values[filtered],
-            np.where(use_k, top_k, width)[filtered],
-            top_p[filtered].astype(np.float64),
-            min_p[filtered],
-            uniform[filtered],
-        )
+    width = values.shape[1]
+    scratch = np.empty_like(values) if scratch is None else scratch
+    top_k = np.where(top_k < 1, width, np.minimum(top_k, width))
+    free = (top_k == width) & (top_p == 1) & (min_p == 0)
+    if free.all():
+        return draw(np.exp(values, out=values), uniform)
+    if not free.any():
+        return _choose_filtered(values, top_k, top_p.astype(np.float64), min_p, uniform, scratch)
+    chosen = np.empty(len(values), np.int64)
+    for part in (free, ~free):
+        chosen[part] = choose(values[part], top_k[part], top_p[part], min_p[part], uniform[part])
     return chosen
 
 
-def _choose_filtered(values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64]) -> Ints:
+def _choose_filtered(
+    values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64], scratch: Floats
+) -> Ints:
     count, width = values.shape
     with np.errstate(divide="ignore"):
         floor = np.log(min_p).astype(values.dtype)  # the best value is 0, so its share of the best probability is exp(value)
-    total = np.zeros(count)  # of the weights top-p is measured against; 0 = sum of the candidates
     use_k = top_k < width
     if use_k.any():
-        floor[use_k] = np.maximum(floor[use_k], _kth_largest_bound(values[use_k], top_k[use_k]))
+        bound = _kth_largest_bound(values, top_k)
+        floor = np.where(use_k, np.maximum(floor, bound), floor)
     only_p = ~use_k & (top_p < 1)
+    total = np.zeros(count)  # of the weights that top-p is measured against; 0: the sum of the candidates
     if only_p.any():
-        subset = values[only_p]
-        weights = np.where(subset >= floor[only_p, None], np.exp(subset), 0)
-        total[only_p] = weights.sum(axis=1)
+        weights = np.exp(values, out=scratch)
+        if (min_p > 0).any():
+            weights *= values >= floor[:, None]
+        total = np.where(only_p, weights.sum(axis=1), 0)
         # A weight below (1 - p) · total / V is never kept: all weights up to it sum to less than 1 - p of the total.
-        bound = np.log((1 - top_p[only_p]) * total[only_p] / width) - 1e-3  # slack for rounding
-        floor[only_p] = np.maximum(floor[only_p], np.minimum(bound, 0).astype(values.dtype))
+        with np.errstate(divide="ignore"):
+            bound = np.log((1 - top_p) * total / width) - 1e-3  # slack for rounding
+        floor = np.where(only_p, np.maximum(floor, np.minimum(bound, 0).astype(values.dtype)), floor)
     flat, rows, columns = _locate(values >= floor[:, None])
+    if only_p.any():
+        flat, rows, columns = _drop_tail(values.ravel()[flat], flat, rows, np.where(only_p, top_p * total, np.inf))
     best = np.full((count, int(columns.max()) + 1), np.inf, values.dtype)
     best[rows, columns] = -values.ravel()[flat]
     best.sort(axis=1)  # values alone: several times faster than an order of ids, and one look-up finds the id at the end
@@ -143,7 +153,19 @@ def _choose_filtered(values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, 
     return flat[columns == tie[rows]] % width
 
 
-def log_normalizer(values: Floats) -> npt.NDArray[np.float64]:
-    """log Σ exp of each row."""
+def _drop_tail(found: Floats, flat: Ints, rows: Ints, mass: npt.NDArray[np.float64]) -> tuple[Ints, Ints, Ints]:
+    """Candidates (as `_locate` gives them) without those below where a row's best hold `mass`: by histogram, before any sort."""
+    count, bins = len(mass), 128
+    bin = np.minimum(found * -4, bins - 1).astype(np.int64)
+    weights = np.bincount(rows * bins + bin, weights=np.exp(found), minlength=count * bins).reshape(count, bins)
+    last = (np.cumsum(weights, axis=1) < mass[:, None] * (1 + 1e-6)).sum(axis=1)
+    kept = bin <= last[rows]
+    flat, rows = flat[kept], rows[kept]
+    return flat, rows, _columns(rows, count)
+
+
+def log_normalizer(values: Floats, scratch: Floats | None = None) -> npt.NDArray[np.float64]:
+    """log Σ exp of each row; `scratch` as in `choose`."""
     best = values.max(axis=1)
-    return best + np.log(np.exp(values - best[:, None]).sum(axis=1, dtype=np.float64))
+    shifted = np.subtract(values, best[:, None], out=scratch)
+    return best + np.log(np.exp(shifted, out=shifted).sum(axis=1).astype(np.float64))

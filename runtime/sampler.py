@@ -24,11 +24,11 @@ Raises   InvalidRequest from `validate`; a row that cannot be sampled is reporte
 
 from __future__ import annotations
 
+import math
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,8 @@ BROKEN_LOGITS = (
     "the engine produced NaN or infinite logits for this request; check the engine with `builder verify`, or build it with a "
     "wider --precision"
 )
+_GREEDY, _FREE, _FILTERED = range(3)  # rows are worked on in this order, so that each kind is a slice
+_BLOCK_BYTES = 4 << 20  # logits worked on at a time: they stay in the cache, and in one buffer however large the batch
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-5, 1e30  # keeps float32 arithmetic finite; beyond, the choice no longer changes
 
 
@@ -112,6 +114,8 @@ class _RowState:
         self.stop_ids = tuple(dict.fromkeys(eos_token_ids + params.stop_token_ids)) if params.min_tokens else ()
         changes_logits = bool(penalized or params.bad_words_ids or params.logit_bias)
         self._always = not params.is_greedy or changes_logits or params.logprobs is not None
+        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self.kind = _GREEDY if params.is_greedy else _FILTERED if filtered else _FREE
 
     def needs_logits(self, request: Request) -> bool:
         return self._always or self.below_minimum(request)
@@ -133,6 +137,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self._eos_token_ids = tuple(id for id in eos_token_ids if 0 <= id < vocab_size)
         self._states: weakref.WeakKeyDictionary[Request, _RowState] = weakref.WeakKeyDictionary()
+        self._values = self._scratch = np.empty((0, vocab_size), np.float32)
 
     def validate(self, params: SamplingParams) -> None:
         """Raises InvalidRequest for what only the vocabulary can tell. Call it when a request arrives."""
@@ -158,8 +163,7 @@ class Sampler:
         assert token_ids.shape == (len(requests),), f"{token_ids.shape} tokens for {len(requests)} requests"
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         errors: dict[int, str] = {}
-        rows: list[int] = []
-        states: list[_RowState] = []
+        active: list[tuple[int, Request, _RowState]] = []
         for row, request in enumerate(requests):
             try:
                 state = self._state(request)
@@ -167,13 +171,12 @@ class Sampler:
                 errors[row] = str(error)
                 continue
             if state.needs_logits(request):
-                rows.append(row)
-                states.append(state)
+                active.append((row, request, state))
         self._check_argmax(output, token_ids, errors)
-        if rows:
-            active = [requests[row] for row in rows]
-            token_ids[rows] = self._process(output.logits[rows], active, states, rows, errors)
-            self._add_logprobs(output.logits, token_ids, rows, states, logprobs, errors)
+        active.sort(key=lambda entry: entry[2].kind)
+        size = max(1, _BLOCK_BYTES // (4 * self.vocab_size))
+        for start in range(0, len(active), size):
+            self._process(output.logits, active[start : start + size], token_ids, logprobs, errors)
         token_ids[list(errors)] = NOT_A_TOKEN
         return SampledTokens(token_ids, logprobs, errors)
 
@@ -195,16 +198,27 @@ class Sampler:
 
     def _process(
         self,
-        values: npt.NDArray[np.float32],
-        requests: Sequence[Request],
-        states: Sequence[_RowState],
-        rows: Sequence[int],
+        raw: npt.NDArray[np.float32],
+        block: Sequence[tuple[int, Request, _RowState]],
+        token_ids: npt.NDArray[np.int64],
+        logprobs: list[TokenLogprobs | None],
         errors: dict[int, str],
-    ) -> npt.NDArray[np.int64]:
-        assert values.shape[1] == self.vocab_size, f"logits are {values.shape[1]} wide but the vocabulary has {self.vocab_size}"
+    ) -> None:
+        """Choose the tokens of some rows, in order of kind, into `token_ids`, `logprobs` and `errors`."""
+        assert raw.shape == (len(token_ids), self.vocab_size), f"logits of shape {raw.shape}, vocabulary of {self.vocab_size}"
+        rows, requests, states = zip(*block, strict=True)
+        if len(self._values) < len(rows):  # two arrays: numpy's exp is ten times slower into memory next to its input
+            self._values, self._scratch = (np.empty((len(rows), self.vocab_size), np.float32) for _ in range(2))
+        values, scratch = self._values[: len(rows)], self._scratch[: len(rows)]
+        np.take(raw, rows, axis=0, out=values, mode="clip")  # the default mode would buffer
         for i in np.flatnonzero(~np.isfinite(values.max(axis=1))):  # the maximum of a row with a NaN is NaN
             errors.setdefault(rows[i], BROKEN_LOGITS)
             values[i] = 0
+        wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None and rows[i] not in errors]
+        if wanted:
+            numbers = np.array([state.params.logprobs or 0 for state in states])
+            normalizer = ops.log_normalizer(values, scratch)
+            top_ids, top_values = ops.largest(values, numbers)
         self._edit(values, requests, states)
         best = values.max(axis=1)
         for i in np.flatnonzero(best == -np.inf):
@@ -212,22 +226,41 @@ class Sampler:
                 rows[i], "min_tokens, bad_words_ids and logit_bias together exclude every token; loosen one of them"
             )
             values[i] = best[i] = 0
-        chosen = values.argmax(axis=1).astype(np.int64)
-        random = [i for i, state in enumerate(states) if not state.params.is_greedy]
-        if random:
-            params = [states[i].params for i in random]
-            temperature = np.clip(np.array([p.temperature for p in params]), _MIN_TEMPERATURE, _MAX_TEMPERATURE)
-            scaled = values[random] - best[random, None]
-            scaled /= temperature[:, None].astype(np.float32)
-            positions = np.array([requests[i].num_output_tokens for i in random], np.uint64)
-            chosen[random] = ops.choose(
-                scaled,
-                np.array([p.top_k for p in params]),
-                np.array([p.top_p for p in params]),
-                np.array([p.min_p for p in params]),
-                ops.uniforms(np.array([states[i].seed for i in random], np.uint64), positions),
-            )
-        return chosen
+        num_greedy, num_free = (sum(state.kind == kind for state in states) for kind in (_GREEDY, _FREE))
+        chosen = np.empty(len(rows), np.int64)
+        values[:num_greedy].argmax(axis=1, out=chosen[:num_greedy])
+        values -= best[:, None]
+        for part in (slice(num_greedy, num_greedy + num_free), slice(num_greedy + num_free, None)):
+            if states[part]:
+                chosen[part] = self._draw(values[part], scratch[part], requests[part], states[part])
+        token_ids[list(rows)] = chosen
+        for i in wanted:
+            token = int(chosen[i])
+            pairs = zip(top_ids[i, : numbers[i]].tolist(), (top_values[i, : numbers[i]] - normalizer[i]).tolist(), strict=True)
+            top = tuple(pair for pair in pairs if math.isfinite(pair[1]))
+            logprobs[rows[i]] = TokenLogprobs(token, float(raw[rows[i], token] - normalizer[i]), top)
+
+    def _draw(
+        self,
+        values: npt.NDArray[np.float32],
+        scratch: npt.NDArray[np.float32],
+        requests: Sequence[Request],
+        states: Sequence[_RowState],
+    ) -> npt.NDArray[np.int64]:
+        params = [state.params for state in states]
+        temperature = np.clip(np.array([p.temperature for p in params]), _MIN_TEMPERATURE, _MAX_TEMPERATURE)
+        values /= temperature[:, None].astype(np.float32)
+        return ops.choose(
+            values,
+            np.array([p.top_k for p in params]),
+            np.array([p.top_p for p in params]),
+            np.array([p.min_p for p in params]),
+            ops.uniforms(
+                np.array([state.seed for state in states], np.uint64),
+                np.array([request.num_output_tokens for request in requests], np.uint64),
+            ),
+            scratch,
+        )
 
     def _edit(self, values: npt.NDArray[np.float32], requests: Sequence[Request], states: Sequence[_RowState]) -> None:
         """Bias, penalties and masks, in place: each a single scatter over all rows."""
@@ -251,28 +284,3 @@ class Sampler:
         masks = [(i, id) for i, (s, r) in enumerate(zip(states, requests, strict=True)) for id in s.masked(r)]
         if masks:
             values[tuple(np.array(masks).T)] = -np.inf
-
-    def _add_logprobs(
-        self,
-        raw: npt.NDArray[np.float32],
-        token_ids: npt.NDArray[np.int64],
-        rows: Sequence[int],
-        states: Sequence[_RowState],
-        logprobs: list[TokenLogprobs | None],
-        errors: Mapping[int, str],
-    ) -> None:
-        wanted = {row: s.params.logprobs for row, s in zip(rows, states, strict=True) if row not in errors}
-        wanted = {row: n for row, n in wanted.items() if n is not None}
-        if not wanted:
-            return
-        at, numbers = list(wanted), np.array(list(wanted.values()), np.int64)
-        values: Any = raw[at]
-        normalizer = ops.log_normalizer(values)
-        chosen = values[np.arange(len(at)), token_ids[at]] - normalizer
-        ids, best = ops.largest(values, numbers)
-        best = best - normalizer[:, None]
-        for i, row in enumerate(at):
-            top = zip(ids[i, : numbers[i]].tolist(), best[i, : numbers[i]].tolist(), strict=True)
-            logprobs[row] = TokenLogprobs(
-                int(token_ids[row]), float(chosen[i]), tuple(pair for pair in top if np.isfinite(pair[1]))
-            )

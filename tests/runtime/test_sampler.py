@@ -107,7 +107,7 @@ def test_all_three_penalties_add_up():
 def test_bias_comes_before_penalties():
     # (1 + 3) / 2 = 2, not 1 / 2 + 3 = 3.5
     assert pick([1.0, 2.5], prompt=[0], logit_bias=((0, 3.0),), repetition_penalty=2.0) == 1
-    assert pick([1.0, 1.5], prompt=[0], logit_bias=((0, 3.0),), repetition_penalty=2.0) == 0
+    assert pick([1.0, 1.75], prompt=[0], logit_bias=((0, 3.0),), repetition_penalty=2.0) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -186,8 +186,9 @@ def test_an_argmax_outside_the_vocabulary_is_an_error(token):
     assert list(sampled.errors) == [0]
 
 
-def test_excluding_every_token_is_an_error_and_spares_the_others():
-    requests = [make_request(bad_words_ids=((0,), (1,))), make_request(bad_words_ids=((1,),))]
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
+def test_excluding_every_token_is_an_error_and_spares_the_others(params):
+    requests = [make_request(bad_words_ids=((0,), (1,)), **params), make_request(bad_words_ids=((1,),), **params)]
     sampled = Sampler(2).sample(step([[1, 2], [1, 2]]), requests)
     assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 0]
     assert "exclude every token" in sampled.errors[0]
@@ -315,7 +316,9 @@ def random_params(rng):
     }
 
 
-def test_a_request_gets_the_same_tokens_alone_and_in_any_batch():
+@pytest.mark.parametrize("block_bytes", [4 << 20, 12_000])  # all rows at once; three rows at a time
+def test_a_request_gets_the_same_tokens_alone_and_in_any_batch(monkeypatch, block_bytes):
+    monkeypatch.setattr("runtime.sampler._BLOCK_BYTES", block_bytes)
     rng = np.random.default_rng(3)
     vocab = 1000
     params = [random_params(rng) for _ in range(40)]
@@ -339,6 +342,13 @@ def test_a_request_gets_the_same_tokens_alone_and_in_any_batch():
     reversed_order = generate(list(range(39, -1, -1)))
     alone = {i: generate([i])[i] for i in range(40)}
     assert together == alone == reversed_order  # logprobs too, bit for bit
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_the_seed_alone_decides(seed):
+    output = step(np.zeros((1, 5000)))
+    tokens = {int(Sampler(5000).sample(output, [make_request(temperature=1.0, seed=seed)]).token_ids[0]) for _ in range(5)}
+    assert len(tokens) == 1
 
 
 def test_seeds_and_positions_change_the_draw_and_a_repeat_does_not():
