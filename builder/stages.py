@@ -16,8 +16,12 @@ class Stages:
 
     def __init__(self, names: tuple[str, ...], *, quiet: bool = False) -> None:
         self.seconds: dict[str, float] = {}
+        self._lines = not quiet and not sys.stderr.isatty()  # a log file gets a line per stage instead of a bar
         self._bar = tqdm(
-            total=len(names), file=sys.stderr, disable=quiet, bar_format="{desc:<12}|{bar:24}| {n_fmt}/{total_fmt} {elapsed}"
+            total=len(names),
+            file=sys.stderr,
+            disable=quiet or self._lines,
+            bar_format="{desc:<12}|{bar:24}| {n_fmt}/{total_fmt} {elapsed}",
         )
 
     @contextlib.contextmanager
@@ -27,10 +31,8 @@ class Stages:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self._bar.update()
-
-    def note(self, text: str) -> None:
-        if not self._bar.disable:
-            self._bar.write(text, file=sys.stderr)
+        if self._lines:
+            print(f"{name:<12}{self.seconds[name]:6.1f} s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self._bar.close()

@@ -1,0 +1,256 @@
+"""The one path from a model to an engine directory. Each stage is a call into the file of that name; order and bookkeeping here.
+
+    resolve → checkpoint → export → fuse ──(build cache)──► quantize → compile → accuracy → bundle
+
+The exported and fused fp32 graph is cached by content, so an interrupted build resumes after it and every further precision of
+the same model starts from it without torch. A build whose inputs have not changed returns the engine that is already there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from builder import model_zoo
+from builder.bundle import atomic_directory, require_space
+from builder.cache import canonical_entry, prune, touch
+from builder.checkpoint import load_checkpoint, source_bytes, source_sha256
+from builder.config import BuildConfig, canonical_key
+from builder.report import write_report
+from builder.stages import Stages, peak_rss_bytes
+from runtime import __version__
+from runtime.contract import (
+    MANIFEST_FILE,
+    PLAN_DIR,
+    REPORT_JSON,
+    SCHEMA_VERSION,
+    TOKENIZER_DIR,
+    LayerSpec,
+    Manifest,
+    ModelSpec,
+    PrecisionSpec,
+    file_sha256,
+    load_manifest,
+)
+from runtime.errors import BuildError, EngineError
+
+DEFAULT_MAX_MODEL_LEN = 8192
+EVAL_CONTEXT = 512  # tokens per held-out window
+REFERENCE_BLOCK = 32
+EXPORT_DIR = ".canonical"  # inside the staging directory, when the cache is not used
+STAGES = ("resolve", "export", "quantize", "compile", "accuracy", "bundle")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    engine: Path
+    report: dict[str, Any]
+    up_to_date: bool  # nothing had to be done
+
+
+def build(config: BuildConfig, *, quiet: bool = False) -> BuildResult:
+    """Raises BuildError and its kinds; `config.output` is then as it was before."""
+    stages = Stages(STAGES, quiet=quiet)
+    try:
+        return _build(config, stages)
+    finally:
+        stages.close()
+
+
+def _build(config: BuildConfig, stages: Stages) -> BuildResult:
+    with stages("resolve"):
+        source = model_zoo.resolve(config.source)
+        sha256 = source_sha256(source)
+        key = config.key(sha256)
+        if (report := _existing(config.output, key)) is not None:
+            return BuildResult(config.output, report, up_to_date=True)
+        require_space(config.output, source_bytes(source), "the engine")
+    with atomic_directory(config.output) as staging:
+        with stages("export"):
+            canonical = _canonical(source, sha256, config, staging)
+        spec = _read_spec(canonical)
+        report = _finish(config, stages, canonical, spec, staging, key)
+    return BuildResult(config.output, report, up_to_date=False)
+
+
+def _existing(output: Path, key: str) -> dict[str, Any] | None:
+    """The report of the engine at `output` when it is whole and was built from the same inputs."""
+    try:
+        if load_manifest(output).build.get("key") == key:
+            return dict(json.loads((output / REPORT_JSON).read_text(encoding="utf-8")))
+    except (EngineError, OSError, ValueError):
+        pass
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- canonical graph
+
+
+def _canonical(source: str, sha256: str, config: BuildConfig, staging: Path) -> Path:
+    """Directory with model.onnx, spec.json, fusion.json and tokenizer/: from the cache, or exported now."""
+    if not config.use_cache:
+        return _export(source, staging / EXPORT_DIR)
+    entry = canonical_entry(canonical_key(sha256))
+    if not (entry / "spec.json").is_file():
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        require_space(entry.parent, 3 * source_bytes(source), "the exported graph (build cache)")
+        with atomic_directory(entry) as place:
+            _export(source, place)
+            (place / MANIFEST_FILE).write_text("{}\n")  # lets a concurrent build of the same model replace it
+        prune(entry.parent, keep=entry)
+    touch(entry)
+    return entry
+
+
+def _export(source: str, place: Path) -> Path:
+    from builder.export import export_model
+    from builder.fuse import fuse
+    from plugins.paged_attention.op import attach_functions
+
+    place.mkdir(exist_ok=True)
+    checkpoint = load_checkpoint(source)
+    model = export_model(checkpoint.model, checkpoint.spec)
+    checkpoint.write_tokenizer(place / TOKENIZER_DIR)
+    spec = checkpoint.spec
+    del checkpoint
+    gc.collect()
+    fusion = fuse(model, spec)
+    attach_functions(model)
+    ir.save(model, place / "model.onnx", external_data="weights.bin")
+    (place / "fusion.json").write_text(json.dumps(dataclasses.asdict(fusion), indent=2))
+    (place / "spec.json").write_text(json.dumps(dataclasses.asdict(spec), indent=2))
+    return place
+
+
+def _read_spec(canonical: Path) -> ModelSpec:
+    data = json.loads((canonical / "spec.json").read_text(encoding="utf-8"))
+    data["layers"] = tuple(LayerSpec(**layer) for layer in data["layers"])
+    data["eos_token_ids"] = tuple(data["eos_token_ids"])
+    return ModelSpec(**data)
+
+
+# --------------------------------------------------------------------------------------------------- target and accuracy
+
+
+def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpec, staging: Path, key: str) -> dict[str, Any]:
+    from builder.quantize import quantize
+    from builder.targets.openvino import build_plan, resolve_kv_dtype
+
+    max_model_len = config.max_model_len or min(spec.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > spec.max_position_embeddings:
+        raise BuildError(
+            f"--max-model-len {max_model_len} exceeds the {spec.max_position_embeddings} positions {spec.name} was trained for; "
+            f"use {spec.max_position_embeddings} or less"
+        )
+    model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
+    key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model)
+    with stages("quantize"):
+        quantization = quantize(model, config.precision, group_size=config.group_size)
+    with stages("compile"):
+        plan = build_plan(
+            model,
+            staging / PLAN_DIR,
+            spec,
+            key_dtype=key_dtype,
+            value_dtype=value_dtype,
+            precision=config.precision,
+            num_threads=len(os.sched_getaffinity(0)),
+        )
+        del model
+        gc.collect()
+    shutil.copytree(canonical / TOKENIZER_DIR, staging / TOKENIZER_DIR)
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        forgeline_version=__version__,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        target=config.target,
+        model=spec,
+        precision=PrecisionSpec(
+            name=config.precision,
+            weights=quantization.dtype_of("mlp"),
+            activations=plan.activations,
+            embedding=quantization.dtype_of("embedding"),
+            lm_head=quantization.dtype_of("lm_head"),
+            group_size=quantization.group_size,
+            details=plan.details,
+        ),
+        kv_cache=plan.kv_cache,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        libraries=plan.libraries,
+        plan=plan.plan,
+        checksums={},
+        weight_bytes=plan.weight_bytes,
+    )
+    with stages("accuracy"):
+        accuracy = _accuracy(config, canonical, staging, manifest) if config.eval_tokens else {}
+    with stages("bundle"):
+        files = sorted(file for place in (PLAN_DIR, TOKENIZER_DIR) for file in (staging / place).rglob("*") if file.is_file())
+        build = {
+            "key": key,
+            "seconds": {name: round(s, 3) for name, s in stages.seconds.items()},
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+        manifest = dataclasses.replace(
+            manifest,
+            checksums={str(file.relative_to(staging)): file_sha256(file) for file in files},
+            accuracy=accuracy,
+            build=build,
+        )
+        report = {
+            "model": {**dataclasses.asdict(spec), "layers": len(spec.layers)},
+            "target": manifest.target,
+            "precision": manifest.precision.name,
+            "fusion": json.loads((canonical / "fusion.json").read_text(encoding="utf-8")),
+            "weights": quantization.to_dict(),
+            "memory": {
+                "key_dtype": key_dtype,
+                "value_dtype": value_dtype,
+                "block_size": plan.kv_cache.block_size,
+                "kv_bytes_per_token": plan.kv_cache.bytes_per_token,
+                "max_model_len": max_model_len,
+                "kv_bytes_per_sequence": plan.kv_cache.bytes_per_token * max_model_len,
+            },
+            "compiled": {
+                "activations": plan.activations,
+                "runtime_types": plan.runtime_types,
+                "compile_ms": round(plan.compile_ms, 1),
+            },
+            "accuracy": accuracy,
+            "build": build,
+        }
+        write_report(staging, report)
+        shutil.rmtree(staging / EXPORT_DIR, ignore_errors=True)
+        (staging / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+    return report
+
+
+def _accuracy(config: BuildConfig, canonical: Path, staging: Path, manifest: Manifest) -> dict[str, Any]:
+    """The compiled engine on held-out text, beside the fp32 graph on the reference executor."""
+    from builder.accuracy import compare
+    from builder.data import heldout_text
+    from runtime.executors.openvino import OpenVINOExecutor
+    from runtime.executors.reference import ReferenceExecutor
+    from runtime.tokenizer import Tokenizer
+
+    context = min(EVAL_CONTEXT, manifest.max_model_len)
+    threads = len(os.sched_getaffinity(0))
+    token_ids = Tokenizer.load(staging / TOKENIZER_DIR).encode(heldout_text(), add_special_tokens=False)[: config.eval_tokens]
+    reference = ReferenceExecutor(canonical / "model.onnx", num_blocks=-(-context // REFERENCE_BLOCK), block_size=REFERENCE_BLOCK)
+    candidate = OpenVINOExecutor(staging, manifest, -(-context // manifest.kv_cache.block_size), threads)
+    try:
+        report = compare(reference, candidate, token_ids, context=context, batch=1)
+    finally:
+        reference.close()
+        candidate.close()
+    return dataclasses.asdict(report)
