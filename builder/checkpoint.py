@@ -69,7 +69,7 @@ def _load_model(source: Source) -> Any:
         if source.is_gguf:
             families.check_config(config.to_dict(), source.given)
             where["quantization_config"] = GgufConfig(dequantize=True)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             **where, config=config, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
         )
     except UnsupportedModel:
@@ -81,6 +81,7 @@ def _load_model(source: Source) -> Any:
         raise CorruptCheckpoint(
             f"{source.given} cannot be loaded ({type(error).__name__}: {reason}); copy the checkpoint again"
         ) from error
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise CorruptCheckpoint(
             f"{source.given} lacks {len(missing)} of the model's weights ({missing[0]}); copy the checkpoint again"

@@ -16,7 +16,7 @@ from builder import attention_hook
 from builder.normal_form import normalise
 from plugins.paged_attention import op
 from runtime import contract
-from runtime.contract import ModelSpec
+from runtime.contract import LayerSpec, ModelSpec
 from runtime.errors import BuildError
 
 OPSET = 23
@@ -29,14 +29,14 @@ def export_model(model: Any, spec: ModelSpec) -> ir.Model:
         try:
             program = torch.onnx.export(
                 step.eval(),
-                _example(spec),
+                _example(),
                 dynamo=True,
                 opset_version=OPSET,
                 optimize=False,
                 verbose=False,
-                input_names=_input_names(spec),
-                output_names=_output_names(spec),
-                dynamic_shapes=_dynamic_shapes(spec),
+                input_names=list(contract.STEP_INPUTS),
+                output_names=[contract.LOGITS, contract.NEXT_TOKEN],
+                dynamic_shapes=_DYNAMIC_SHAPES,
             )
         except torch.onnx.errors.OnnxExporterError as error:
             reason = error.__cause__ or error
@@ -45,9 +45,10 @@ def export_model(model: Any, spec: ModelSpec) -> ir.Model:
                 f"{str(reason).splitlines()[0]}); please report it with the model's config.json"
             ) from error
         head, embedding = (_weight_name(model, x) for x in (model.get_output_embeddings(), model.get_input_embeddings()))
-        graph = normalise(program.model, head=head, embedding=embedding)
-    _check(graph, spec)
-    return graph
+        assert program is not None
+        canonical = normalise(program.model, head=head, embedding=embedding)
+        _attach_pools(canonical.graph, spec)
+    return canonical
 
 
 class _Step(torch.nn.Module):
@@ -76,23 +77,19 @@ class _Step(torch.nn.Module):
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         logits_indices: torch.Tensor,
-        k_pools: list[torch.Tensor],
-        v_pools: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._metadata = (slot_mapping, block_table, query_start_loc, seq_lens)
         self._rows = logits_indices
-        self._k_pools, self._v_pools = list(k_pools), list(v_pools)
         logits = self.model_(input_ids=input_ids[None], position_ids=positions[None], use_cache=False).logits.squeeze(0)
-        return (logits, logits.argmax(-1), *self._k_pools, *self._v_pools)
+        return logits, logits.argmax(-1)
 
     def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
         layer = module.layer_idx
         query, key, value = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))  # [T, heads, D]
         scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
         spec = self.spec.layers[layer]
-        k_pool, v_pool = self._k_pools[layer], self._v_pools[layer]
-        inputs = [query, key, value, k_pool, v_pool, *self._metadata]
-        out, self._k_pools[layer], self._v_pools[layer] = torch.onnx.ops.symbolic_multi_out(
+        inputs = [query, key, value, *self._metadata]
+        out = torch.onnx.ops.symbolic(
             f"{op.DOMAIN}::{op.PAGED_ATTENTION}",
             inputs if sinks is None else [*inputs, sinks],
             {
@@ -104,8 +101,8 @@ class _Step(torch.nn.Module):
                 "head_dim": spec.head_dim,
                 "layer": layer,
             },
-            dtypes=(query.dtype, k_pool.dtype, v_pool.dtype),
-            shapes=(query.shape, k_pool.shape, v_pool.shape),
+            dtype=query.dtype,
+            shape=query.shape,
             version=op.DOMAIN_VERSION,
         )
         return out[None], None
@@ -125,47 +122,48 @@ class _Step(torch.nn.Module):
 # ---------------------------------------------------------------------------------------------------------------- tracing
 
 
-def _input_names(spec: ModelSpec) -> list[str]:
-    layers = range(len(spec.layers))
-    return [*contract.STEP_INPUTS, *map(contract.k_pool, layers), *map(contract.v_pool, layers)]
+_DYNAMIC_SHAPES = (
+    *[{0: "num_tokens"}] * 3,
+    {0: "num_seqs", 1: "max_blocks"},
+    {0: "num_seqs_plus_1"},
+    {0: "num_seqs"},
+    {0: "num_logits"},
+)
 
 
-def _output_names(spec: ModelSpec) -> list[str]:
-    layers = range(len(spec.layers))
-    return [contract.LOGITS, contract.NEXT_TOKEN, *map(contract.k_pool_out, layers), *map(contract.v_pool_out, layers)]
+def _example() -> tuple[torch.Tensor, ...]:
+    """In the order of STEP_INPUTS; sizes are distinct and none is 1, so that no two dimensions look alike to the tracer."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    return (zeros(7, dtype=torch.int64), torch.arange(7), zeros(7), zeros(3, 6), zeros(4), zeros(3), zeros(2, dtype=torch.int64))
 
 
-def _example(spec: ModelSpec) -> tuple[Any, ...]:
-    """Inputs of distinct sizes, none of them 1, so that no two dimensions look alike to the tracer."""
+def _attach_pools(graph: ir.Graph, spec: ModelSpec) -> None:
+    """Give every attention node its pools, as graph inputs and outputs. They are not traced: that would only cost time."""
+    nodes = {node.attributes["layer"].as_int(): node for node in graph if node.op_type == op.PAGED_ATTENTION}
+    assert sorted(nodes) == list(range(len(spec.layers))), f"attention nodes {sorted(nodes)} for {len(spec.layers)} layers"
 
-    def i32(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
+    def pool(name: str, layer: LayerSpec) -> ir.Value:
+        shape = ir.Shape(["num_blocks", "block_size", layer.num_kv_heads, layer.head_dim])
+        return ir.Value(name=name, shape=shape, type=ir.TensorType(ir.DataType.FLOAT))
 
-    def i64(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int64)
-
-    def pools() -> list[torch.Tensor]:
-        return [torch.zeros(11, 5, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
-
-    positions = torch.arange(7)
-    return (i64(7), positions, i32(7), i32(3, 6), i32(4), i32(3), i64(2), pools(), pools())
-
-
-def _dynamic_shapes(spec: ModelSpec) -> tuple[Any, ...]:
-    tokens = {0: "num_tokens"}
-    pools = [{0: "num_blocks", 1: "block_size"} for _ in spec.layers]
-    table = {0: "num_seqs", 1: "max_blocks"}
-    return (tokens, tokens, tokens, table, {0: "num_seqs_plus_1"}, {0: "num_seqs"}, {0: "num_logits"}, pools, pools)
+    k_ins, v_ins, k_outs, v_outs = (
+        [pool(name(index), layer) for index, layer in enumerate(spec.layers)]
+        for name in (contract.k_pool, contract.v_pool, contract.k_pool_out, contract.v_pool_out)
+    )
+    for index, old in nodes.items():
+        inputs = [*old.inputs[:3], k_ins[index], v_ins[index], *old.inputs[3:]]
+        outputs = [ir.Value(name=old.outputs[0].name, shape=old.outputs[0].shape, type=old.outputs[0].type)]
+        outputs += [k_outs[index], v_outs[index]]
+        node = ir.Node(op.DOMAIN, op.PAGED_ATTENTION, inputs, old.attributes.values(), outputs=outputs, name=f"attention.{index}")
+        graph.insert_before(old, node)
+        ir.convenience.replace_all_uses_with(old.outputs[0], node.outputs[0])
+        graph.remove(old, safe=True)
+    graph.inputs.extend([*k_ins, *v_ins])
+    graph.outputs.extend([*k_outs, *v_outs])
 
 
 def _weight_name(model: Any, owner: Any) -> str:
     return next(name for name, module in model.named_modules() if module is owner) + ".weight"
-
-
-def _check(model: ir.Model, spec: ModelSpec) -> None:
-    """The contract with everything downstream."""
-    graph = model.graph
-    assert [value.name for value in graph.inputs] == _input_names(spec), "inputs are not those of contract.py"
-    assert [value.name for value in graph.outputs] == _output_names(spec), "outputs are not those of contract.py"
-    count = sum(node.op_type == op.PAGED_ATTENTION for node in graph)
-    assert count == len(spec.layers), f"{count} attention nodes for {len(spec.layers)} layers"

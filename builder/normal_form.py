@@ -26,9 +26,9 @@ def normalise(model: ir.Model, *, head: str, embedding: str) -> ir.Model:
     _transpose_weights(model.graph, head, embedding)
     _fold_offsets(model.graph)
     passes.InlinePass()(model)
-    for _ in range(2):
-        optimizer.fold_constants(model)
-        rewriter.rewrite(model)
+    optimizer.fold_constants(model)
+    rewriter.rewrite(model)
+    optimizer.fold_constants(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.CommonSubexpressionEliminationPass()(model)
     onnx_fusions.fuse(model)

@@ -1,0 +1,49 @@
+"""Fixtures shared by all test files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "builder"))  # tiny_models, for tests in other directories
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A tiny model and its canonical graph. Shared by the whole session: load the files, never change them or the model."""
+
+    model: Any  # transformers, fp32, eager
+    spec: Any  # ModelSpec
+    canonical: Path  # .onnx as export_model returns it, weights in the file
+    reference: Path  # the same with the custom ops' functions attached: ONNX Runtime runs it
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    """`exported(name)` for a name of tiny_models.NAMES; each model is built and exported once per session."""
+    cache: dict[str, Exported] = {}
+
+    def get(name: str) -> Exported:
+        if name not in cache:
+            import onnx_ir as ir
+            import tiny_models
+
+            from builder.checkpoint import model_spec
+            from builder.export import export_model
+            from plugins.paged_attention.op import attach_functions
+
+            directory = tmp_path_factory.mktemp(name)
+            model = tiny_models.build(name)
+            spec = model_spec(model, name=f"tiny-{name}")
+            graph = export_model(model, spec)
+            ir.save(graph, directory / "canonical.onnx")
+            ir.save(attach_functions(graph), directory / "reference.onnx")
+            cache[name] = Exported(model, spec, directory / "canonical.onnx", directory / "reference.onnx")
+        return cache[name]
+
+    return get
