@@ -2,12 +2,13 @@ import random
 
 import pytest
 import tiny_tokenizers as tiny
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from runtime.request import SamplingParams
 from runtime.text import IncrementalDetokenizer, StopStrings, TextStream
 
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 EXAMPLES = [
     "The cat 😀 sat 👨‍👩‍👧 on 👍🏽 the 🇫🇷 mat",
     "日本語の文章です。これは试验。𠮷野家",
@@ -37,7 +38,7 @@ def stream(detokenizer, ids, rng=None):
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
-@settings(max_examples=40, deadline=None)
+@settings(UNHURRIED, max_examples=40)
 @given(text=TEXTS, skip=st.booleans(), rng=st.randoms(use_true_random=False))
 def test_deltas_of_encoded_text_add_up_to_the_full_decode(name, text, skip, rng):
     tokenizer = tiny.ALL[name]()
@@ -48,7 +49,7 @@ def test_deltas_of_encoded_text_add_up_to_the_full_decode(name, text, skip, rng)
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
-@settings(max_examples=40, deadline=None)
+@settings(UNHURRIED, max_examples=40)
 @given(data=st.data(), skip=st.booleans(), rng=st.randoms(use_true_random=False))
 def test_deltas_of_any_ids_add_up_to_the_full_decode(name, data, skip, rng):
     tokenizer = tiny.ALL[name]()
@@ -57,7 +58,7 @@ def test_deltas_of_any_ids_add_up_to_the_full_decode(name, data, skip, rng):
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
-@settings(max_examples=40, deadline=None)
+@settings(UNHURRIED, max_examples=40)
 @given(prompt=TEXTS, text=TEXTS, skip=st.booleans())
 @example(prompt="", text=" cat", skip=True)
 def test_deltas_after_a_prompt_are_what_the_output_adds_to_the_full_decode(name, prompt, text, skip):
@@ -132,7 +133,7 @@ def certain(text, stops):
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(UNHURRIED, max_examples=500)
 @given(text=st.text("abc", max_size=25), stops=STOPS, include=st.booleans(), rng=st.randoms(use_true_random=False))
 @example(text="xabc", stops=["abc", "b"], include=False, rng=random.Random(0))
 @example(text="xabab", stops=["abc", "bab", "ba"], include=True, rng=random.Random(0))
@@ -254,7 +255,7 @@ def test_stop_tokens_add_text_only_when_stops_are_included(stop):
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
-@settings(max_examples=60, deadline=None)
+@settings(UNHURRIED, max_examples=60)
 @given(data=st.data(), include=st.booleans(), rng=st.randoms(use_true_random=False))
 def test_streamed_text_is_the_full_decode_cut_at_its_first_stop(name, data, include, rng):
     """Stop strings taken from the text itself, so that they begin and end inside tokens."""
