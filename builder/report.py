@@ -59,8 +59,8 @@ def summary(report: Mapping[str, Any]) -> str:
         ),
         f"nodes       {report['fusion']['nodes_before']} exported, {report['fusion']['nodes_after']} fused: "
         + ", ".join(f"{name} {count}" for name, count in report["fusion"]["counts"].items() if count),
-        f"KV memory   {memory['kv_bytes_per_token']} bytes per token, {memory['kv_bytes_per_sequence'] / 1e6:.1f} MB per sequence of "
-        f"{memory['max_model_len']} tokens",
+        f"KV memory   {memory['kv_bytes_per_token']} bytes per token, "
+        f"{memory['kv_bytes_per_sequence'] / 1e6:.1f} MB per sequence of {memory['max_model_len']} tokens",
     ]
     accuracy = report.get("accuracy") or {}
     if accuracy:
