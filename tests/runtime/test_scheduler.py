@@ -3,6 +3,7 @@
 import pytest
 from fakes import add_decoding, add_prompt, make_request, make_scheduler, run_step
 
+from runtime.batch import ScheduledBatch
 from runtime.errors import InvalidRequest, PromptTooLong, QueueFull
 from runtime.request import FinishReason, Request
 from runtime.scheduler import Scheduler
@@ -93,6 +94,16 @@ def test_static_batching_admits_the_next_cohort_when_the_previous_one_has_finish
     assert seen[5] == (third, fourth)
     assert seen[6] == (fourth,)
     assert seen[7:] == [(fifth,)]
+
+
+def test_a_static_cohort_is_closed_even_to_a_higher_priority():
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=3, policy="static", enable_prefix_caching=False)
+    first, second = add_prompt(scheduler, 3), add_prompt(scheduler, 2)
+    assert scheduler.schedule().requests == (first,)
+    urgent = add_prompt(scheduler, 1, priority=-1)
+    scheduler.update(ScheduledBatch((first,), (3,)), [7])
+    assert scheduler.schedule().requests == (first, second)
+    assert scheduler.waiting == [urgent]
 
 
 # ------------------------------------------------------------------------------------------------------------- the end
@@ -192,16 +203,15 @@ def test_a_request_id_is_free_again_when_its_request_has_ended():
     scheduler.add(make_request("same", [1]))
 
 
-def test_admission_leaves_the_running_prefill_the_blocks_it_still_lacks():
-    scheduler = make_scheduler(num_blocks=6, block_size=4, max_num_batched_tokens=8)
-    long = add_prompt(scheduler, 16)  # needs 5 blocks with its first output token, has 2 after one step
+def test_admission_leaves_running_requests_the_blocks_they_lack_and_nobody_overtakes():
+    scheduler = make_scheduler(num_blocks=6, block_size=4, max_num_batched_tokens=9)
+    long = add_prompt(scheduler, 16)  # needs 5 blocks with its first output token
     run_step(scheduler)
-    short = add_prompt(scheduler, 4)  # needs 2: only 1 is not spoken for
-    tiny = add_prompt(scheduler, 3)  # needs 1, but does not overtake
-    run_step(scheduler)
-    assert scheduler.running == [long] and scheduler.waiting == [short, tiny]
-    assert long.num_computed_tokens == 16
-    assert scheduler.stats.num_preemptions == 0
+    short = add_prompt(scheduler, 4, first_token=50)  # needs 2 likewise, and only 1 of the 2 free is not spoken for
+    tiny = add_prompt(scheduler, 3, first_token=60)  # needs 1
+    batch = scheduler.schedule()
+    assert (batch.requests, batch.num_scheduled_tokens, scheduler.pool.num_free) == ((long,), (7,), 2)
+    assert scheduler.waiting == [short, tiny]
 
 
 def test_a_higher_priority_waits_for_a_seat_but_is_first_in_line():
@@ -245,6 +255,17 @@ def test_the_lowest_priority_is_preempted_before_the_latest_arrival():
     assert (batch.requests, batch.preempted) == ((high, late), (low,))
     assert high.block_table == [1, 2, 0]
     assert scheduler.waiting == [low]
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    scheduler = make_scheduler(num_blocks=4, block_size=4, enable_prefix_caching=False)
+    low = add_decoding(scheduler, 5, priority=9)
+    high = add_decoding(scheduler, 8, priority=0)
+    middle = add_prompt(scheduler, 2, priority=5)
+    batch = scheduler.schedule()
+    assert (batch.requests, batch.preempted, scheduler.pool.num_free) == ((high,), (low,), 1)
+    scheduler.update(batch, [7])
+    assert scheduler.schedule().requests == (high, middle)
 
 
 def test_a_victim_scheduled_earlier_in_the_step_gives_its_tokens_and_blocks_back():
@@ -336,6 +357,16 @@ def test_other_salt_or_no_caching_means_no_hit():
     add_prompt(off, 9)
     assert off.schedule().num_scheduled_tokens == (9,)
     assert (off.stats.prefix_queries, off.stats.prefix_hits, off.pool.num_cached) == (0, 0, 0)
+
+
+def test_a_block_is_found_only_when_all_of_it_is_computed():
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=6)
+    request = add_prompt(scheduler, 12)
+    run_step(scheduler)
+    scheduler.cancel(request.request_id)
+    again = add_prompt(scheduler, 12)
+    scheduler.schedule()
+    assert again.num_cached_tokens == 4
 
 
 def test_a_preempted_request_finds_its_own_blocks_again():
