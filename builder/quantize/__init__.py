@@ -89,8 +89,8 @@ def quantize(
 ) -> QuantizationReport:
     """Quantize in place.
 
-    `group_size` of int4: None takes the largest of 128, 64, 32 that divides the width of every layer; layers whose width a given one
-    does not divide take the next smaller that does.
+    `group_size` of int4: None takes the largest of 128, 64, 32 that divides the width of every layer; a layer whose width a given
+    one does not divide takes the next smaller that does.
 
     progress   called with (weights done, of how many)
     Raises     BuildError for an unknown scheme or group size
@@ -135,7 +135,8 @@ def _apply(graph: ir.Graph, weight: Weight, scheme: str, group_size: int | None,
         return "fp32", int(tensor.nbytes)
     stored_in_out = any(use.kind == "linear" for use in weight.uses)
     matrix = tensor.numpy().astype(np.float32, copy=False)
-    matrix = np.ascontiguousarray(matrix.T if stored_in_out else matrix)  # [out, in]
+    matrix = np.ascontiguousarray(matrix.T if stored_in_out else matrix)
+    matrix = matrix.reshape(-1, matrix.shape[-1])  # [out, in]; the experts of a mixture one below the other
     name = weight.name
     if scheme == "int4" and _takes_int4(weight):
         width = weight.width
@@ -158,8 +159,6 @@ def _takes_int4(weight: Weight) -> bool:
 def _keep_reason(weight: Weight) -> str:
     """Why no integer scheme applies; empty when one does."""
     kinds = {use.kind for use in weight.uses}
-    if "experts" in kinds:
-        return "fp32: experts run as one batched product, for which there is no kernel with integer weights"
     if any(use.kind == "linear" and feeds_experts(use.node) for use in weight.uses):
         return "fp32: a router decides which experts run, at a cost of almost no bytes"
     if "lookup" in kinds and not weight.is_looked_up_by_token:

@@ -4,6 +4,7 @@
     int4   one symmetric scale per `group_size` weights along the input axis
 
     linear   weight [in, out]  →  MatMul(x, Transpose(DequantizeLinear(q [out, in])))     rows contiguous, as kernels read them
+    experts  weight [E, out, in] →  DequantizeLinear(q [E, out, in]), blocks along the last axis
     lookup   Gather(weight)    →  Cast(Gather(q)) * Gather(scale)                          only the rows looked up are widened
 
 A weight read by both (a tied embedding) keeps one q and one scale.
@@ -34,6 +35,12 @@ class Quantized:
     @property
     def num_bytes(self) -> int:
         return int(self.q.nbytes) + self.scale.nbytes
+
+    def by_expert(self, num_experts: int) -> Quantized:
+        """Of a [E * out, in] weight, as [E, out, in]; a scale per output becomes one block per row."""
+        rows, width = self.q.shape.numpy()
+        q = ir.Tensor(self.q.numpy().reshape(num_experts, rows // num_experts, width), dtype=self.q.dtype)
+        return Quantized(q, self.scale.reshape(num_experts, rows // num_experts, -1), self.group_size or width)
 
 
 def common_group_size(widths: Iterable[int]) -> int | None:
@@ -78,6 +85,8 @@ def _nonzero(scale: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def rewrite(graph: ir.Graph, weight: Weight, quantized: Quantized) -> None:
     """Make every reader of `weight` read `quantized`; the float initializer goes."""
     name = weight.name
+    if weight.num_experts:
+        quantized = quantized.by_expert(weight.num_experts)
     q = add_initializer(graph, f"{name}.q", quantized.q)
     scale = add_initializer(graph, f"{name}.scale", ir.Tensor(quantized.scale))
     dense: ir.Value | None = None
@@ -85,6 +94,9 @@ def rewrite(graph: ir.Graph, weight: Weight, quantized: Quantized) -> None:
         node = use.node
         if use.kind == "lookup":
             _rewrite_lookup(graph, node, q, scale)
+            continue
+        if use.kind == "experts":
+            _rewrite_experts(graph, weight.value, node, q, scale, quantized.group_size)
             continue
         if dense is None:
             attributes = {"axis": 1, "block_size": quantized.group_size} if quantized.group_size else {"axis": 0}
@@ -103,6 +115,15 @@ def rewrite(graph: ir.Graph, weight: Weight, quantized: Quantized) -> None:
                 graph.remove(transposed, safe=True)
     assert not weight.value.uses(), f"{name} still has readers"
     del graph.initializers[name]
+
+
+def _rewrite_experts(graph: ir.Graph, weight: ir.Value, node: ir.Node, q: ir.Value, scale: ir.Value, block_size: int) -> None:
+    dequantize = ir.node("DequantizeLinear", [q, scale], attributes={"axis": 2, "block_size": block_size})
+    _describe(dequantize.outputs[0], f"{weight.name}.dense", weight.shape)
+    graph.insert_before(node, dequantize)
+    for index, value in enumerate(node.inputs):
+        if value is weight:
+            node.replace_input_with(index, dequantize.outputs[0])
 
 
 def _rewrite_lookup(graph: ir.Graph, node: ir.Node, q: ir.Value, scale: ir.Value) -> None:

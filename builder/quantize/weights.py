@@ -55,6 +55,12 @@ class Weight:
         return int(shape[0] if any(use.kind == "linear" for use in self.uses) else shape[-1])
 
     @property
+    def num_experts(self) -> int:
+        """Of an expert weight [E, out, in]; 0 for any other."""
+        assert self.value.const_value is not None
+        return self.value.const_value.numpy().shape[0] if any(use.kind == "experts" for use in self.uses) else 0
+
+    @property
     def is_looked_up_by_token(self) -> bool:
         return any(use.kind == "lookup" and _depends_on_input(use.node.inputs[1], INPUT_IDS) for use in self.uses)
 

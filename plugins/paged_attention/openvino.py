@@ -1,7 +1,7 @@
 """PagedAttention on the CPU: OpenVINO's own paged attention, reached from ONNX through a ConversionExtension.
 
 `builder.targets.openvino` lowers forgeline::PagedAttention to forgeline::OpenVINOPagedAttention; reading such a model turns each
-of those nodes into `_PagedAttentionExtension`, a private operation of OpenVINO with 28 inputs, so openvino is pinned in pyproject.
+of those nodes into `_PagedAttentionExtension`, a private operation of OpenVINO with 28 inputs: openvino is pinned in pyproject.
 The plug-in chooses the layout of the pools: `[num_blocks, Hkv, 32, D (+ 8 bytes of scale and zero point when 8-bit)]`, updated in
 place. Used by the builder (compile and check) and by the runtime's executor alike, so that both see the same engine.
 
@@ -21,11 +21,14 @@ from openvino.frontend.onnx import ConversionExtension
 
 from plugins.paged_attention.op import DOMAIN
 
+LIBRARY = "openvino"  # in Manifest.libraries
 LOWERED_OP = "OpenVINOPagedAttention"
 METADATA = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 BLOCK_SIZE = 32  # fixed by the CPU plug-in
 POOL_PREFIXES = ("k_pool.", "v_pool.")
 KV_DTYPES = ("f32", "f16", "u8")
+LAYOUT_PAGED = "openvino-paged-by-token"  # [num_blocks, Hkv, 32, D or D + 8]
+LAYOUT_PLAIN = "plain"  # [num_blocks, 32, Hkv, D]: models whose attention is decomposed
 
 _NO_I32 = np.zeros((0,), np.int32)
 _NO_F32 = np.zeros((0,), np.float32)
@@ -106,3 +109,20 @@ def compile_options(
         "KEY_CACHE_QUANT_MODE": "BY_TOKEN",
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": dynamic_quantization_group_size,
     }
+
+
+def pool_blocks(compiled: ov.CompiledModel) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """(shape, type) of one block of every pool, as the compiled model wants it; the block size where that was left open."""
+    found = {}
+    for value in compiled.inputs:
+        name = value.get_any_name()
+        if is_pool(name):
+            dims = list(value.partial_shape)[1:]
+            shape = tuple(BLOCK_SIZE if dim.is_dynamic else dim.get_length() for dim in dims)
+            found[name] = (shape, np.dtype(value.element_type.to_dtype()))
+    return found
+
+
+def library_version() -> str:
+    """As the package index names it."""
+    return ov.get_version().split("-")[0]

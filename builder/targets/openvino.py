@@ -1,0 +1,128 @@
+"""The CPU target: canonical graph → lowered ONNX that OpenVINO compiles when an engine is loaded. Compiles once here, to check.
+
+    plan/canonical.onnx   the quantized canonical graph with its functions; the reference executor runs it
+    plan/model.onnx       the lowered graph
+    plan/weights.bin      weights of both, memory-mapped
+
+OpenVINO cannot cache a compiled model that contains its paged attention, so the plan is ONNX and loading compiles it.
+
+Units    bytes unless the name says otherwise; times in ms
+Raises   UnsupportedModel, BuildError for options; PrecisionLost, FusionMismatch when the compiled model is not what was meant
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import openvino as ov
+
+from builder.targets import openvino_check
+from builder.targets.openvino_lower import DECOMPOSED, attention_mode, lower, unsupported_attention
+from plugins.paged_attention import openvino as paged
+from plugins.paged_attention.op import PAGED_ATTENTION, attach_functions
+from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
+from runtime.errors import BuildError, UnsupportedModel
+
+KV_DTYPES = ("auto", *paged.KV_DTYPES)
+_AUTO_KV = {"fp32": "f32", "bf16": "f16", "int8": "u8", "int4": "u8"}
+_WEIGHTS = "weights.bin"
+_PAGE = 4096  # bytes: mapped tensors start on a page
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    plan: dict[str, str]  # role → path inside the bundle
+    kv_cache: KVSpec
+    libraries: dict[str, str]
+    weight_bytes: int  # of the weights file
+    activations: str  # fp32, bf16, or int8 where quantized layers quantize their inputs on the fly
+    details: dict[str, Any]  # for PrecisionSpec.details: what the executor compiles with
+    runtime_types: dict[str, int]  # "layer type:precision" → count, in the compiled model
+    compile_ms: float
+
+
+def resolve_kv_dtype(requested: str, precision: str, canonical: ir.Model) -> tuple[str, str]:
+    """(key, value) types for `--kv-cache-dtype`. "auto" follows the precision: fp32 f32, bf16 f16, int8 and int4 u8."""
+    if requested not in KV_DTYPES:
+        raise BuildError(f"the cpu target cannot store the KV cache as {requested}; choose one of {', '.join(KV_DTYPES)}")
+    if attention_mode(canonical) == DECOMPOSED:
+        if requested not in ("auto", "f32"):
+            node = next(n for n in canonical.graph if n.op_type == PAGED_ATTENTION and unsupported_attention(n))
+            raise UnsupportedModel(
+                f"the model has {unsupported_attention(node)}, so the cpu target runs its attention unfused and stores the KV "
+                f"cache as f32 only, not {requested}; use --kv-cache-dtype f32 or auto"
+            )
+        return "f32", "f32"
+    chosen = _AUTO_KV[precision] if requested == "auto" else requested
+    return chosen, chosen
+
+
+def build_plan(
+    canonical: ir.Model,
+    plan_dir: Path,
+    spec: ModelSpec,
+    *,
+    key_dtype: str,
+    value_dtype: str,
+    precision: str,
+    num_threads: int = 1,
+) -> PlanResult:
+    """Write the plan into `plan_dir` (the bundle's plan directory) and check what OpenVINO makes of it.
+
+    `canonical` is fused and quantized; it is left as it was, apart from functions attached to it.
+    """
+    plan_dir.mkdir(parents=True, exist_ok=True)
+    attach_functions(canonical)
+    path = plan_dir / "canonical.onnx"
+    ir.save(canonical, path, external_data=_WEIGHTS, alignment=_PAGE, align_threshold=_PAGE)
+    lowered = ir.load(path)  # its weights refer to the file just written
+    facts = lower(lowered)
+    want = openvino_check.expected(lowered.graph, facts.rotary)
+    ir.save(lowered, plan_dir / "model.onnx")
+    del lowered
+
+    core = ov.Core()
+    details: dict[str, Any] = {
+        "inference_precision": inference_precision(core, precision),
+        "dynamic_quantization_group_size": want.dynamic_quantization_group_size(),
+    }
+    options = paged.compile_options(key_dtype=key_dtype, value_dtype=value_dtype, num_threads=num_threads, **details)
+    start = time.perf_counter()
+    compiled = core.compile_model(paged.read_model(core, plan_dir / "model.onnx"), "CPU", options)
+    compile_ms = (time.perf_counter() - start) * 1e3
+    runtime_types = openvino_check.check(compiled, want)
+    layout = paged.LAYOUT_PLAIN if facts.mode == DECOMPOSED else paged.LAYOUT_PAGED
+    return PlanResult(
+        plan={"model": f"{PLAN_DIR}/model.onnx", "canonical": f"{PLAN_DIR}/canonical.onnx"},
+        kv_cache=KVSpec(key_dtype, value_dtype, paged.BLOCK_SIZE, layout, _bytes_per_token(compiled, spec)),
+        libraries={paged.LIBRARY: paged.library_version()},
+        weight_bytes=(plan_dir / _WEIGHTS).stat().st_size,
+        activations="int8" if details["dynamic_quantization_group_size"] else _activations(str(details["inference_precision"])),
+        details=details,
+        runtime_types=runtime_types,
+        compile_ms=compile_ms,
+    )
+
+
+def inference_precision(core: ov.Core, precision: str) -> str:
+    """bf16 only for bf16 weights on a CPU that multiplies bf16; elsewhere such weights are widened when the engine is loaded."""
+    native = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return "bf16" if precision == "bf16" and native else "f32"
+
+
+def _activations(inference: str) -> str:
+    return "bf16" if inference == "bf16" else "fp32"
+
+
+def _bytes_per_token(compiled: ov.CompiledModel, spec: ModelSpec) -> int:
+    """Keys and values of all layers, scales included, from the shapes OpenVINO chose."""
+    blocks = paged.pool_blocks(compiled).values()
+    assert len(blocks) == 2 * len(spec.layers), f"{len(blocks)} pools for {len(spec.layers)} layers"
+    per_block = sum(math.prod(shape) * dtype.itemsize for shape, dtype in blocks)
+    assert per_block % paged.BLOCK_SIZE == 0, f"{per_block} bytes per block of {paged.BLOCK_SIZE} tokens"
+    return per_block // paged.BLOCK_SIZE

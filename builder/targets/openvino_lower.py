@@ -1,0 +1,149 @@
+"""Canonical graph → what OpenVINO reads: still ONNX, still the canonical inputs. Attention changes, and little else.
+
+paged        PagedAttention → OpenVINOPagedAttention on [T, heads * D]; its metadata is computed in the graph, once.
+             slot_mapping goes (the op derives slots from the block list) and so do the pool outputs (it writes in place)
+decomposed   PagedAttention → its executable specification, for attention that OpenVINO's op lacks (soft cap, sinks);
+             the pools stay ordinary inputs and outputs
+the rest     forgeline's fused ops are expanded, for OpenVINO to fuse in its own way; experts become matrices of two axes;
+             rotary embedding of a part of the head is written out
+
+past_lens             seq_lens - diff(query_start_loc)
+block_indices         block_table, flat: rows padded with 0 are fine, since
+block_indices_begins  row b begins at b * M
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+from builder.fuse import inline_forgeline_ops
+from builder.targets.openvino_build import NodeBuilder, replace
+from builder.targets.openvino_experts import lower_experts
+from plugins.paged_attention.op import DOMAIN, MOE_EXPERTS, PAGED_ATTENTION, PAGED_ATTENTION_INPUTS
+from plugins.paged_attention.openvino import LOWERED_OP, METADATA
+from runtime import contract
+
+PAGED = "paged"
+DECOMPOSED = "decomposed"
+_END = 2**31 - 1  # of a Slice: to the end
+_CARRIED = ("scale", "sliding_window", "num_kv_heads", "head_dim")
+
+
+def attention_mode(model: ir.Model) -> str:
+    """DECOMPOSED when a layer needs what OpenVINO's op lacks."""
+    return DECOMPOSED if any(unsupported_attention(node) for node in _attention_nodes(model)) else PAGED
+
+
+def unsupported_attention(node: ir.Node) -> str:
+    """What OpenVINO's op lacks of this PagedAttention node; empty when nothing."""
+    if node.attributes.get_float("softcap", 0.0):
+        return "a soft cap on attention scores"
+    if len(node.inputs) == len(PAGED_ATTENTION_INPUTS):
+        return "attention sinks"
+    return ""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    mode: str  # PAGED or DECOMPOSED
+    rotary: int  # rotary embeddings in the graph, in whatever form
+
+
+def lower(model: ir.Model) -> Lowered:
+    """In place."""
+    mode = attention_mode(model)
+    inline_forgeline_ops(model)
+    rotary = sum(node.op_type == "RotaryEmbedding" for node in model.graph)
+    _write_out_partial_rotary(model.graph)
+    for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type == MOE_EXPERTS]:
+        lower_experts(node)
+    if mode == PAGED:
+        _lower_attention(model)
+    passes.InlinePass()(model)
+    passes.RemoveUnusedNodesPass()(model)
+    passes.RemoveUnusedFunctionsPass()(model)
+    _name_nodes(model.graph)
+    return Lowered(mode, rotary)
+
+
+def _attention_nodes(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == PAGED_ATTENTION and node.domain == DOMAIN]
+
+
+def _lower_attention(model: ir.Model) -> None:
+    graph = model.graph
+    metadata = _metadata(graph)
+    nodes = _attention_nodes(model)
+    for node in nodes:
+        heads, kv_heads, dim = (node.attributes.get_int(name, 0) for name in ("num_heads", "num_kv_heads", "head_dim"))
+        build = NodeBuilder(graph, anchor=node)
+        widths = (heads * dim, kv_heads * dim, kv_heads * dim)
+        flat = [build.op("Reshape", [x, build.constant([-1, w])]) for x, w in zip(node.inputs[:3], widths, strict=True)]
+        carried = {name: node.attributes[name].value for name in _CARRIED}
+        attention = build.op(LOWERED_OP, [*flat, *node.inputs[3:5], *metadata], carried, domain=DOMAIN)
+        out = node.outputs[0]
+        result = build.op("Reshape", [attention, build.constant([-1, heads, dim])])
+        result.type, result.shape = out.type, out.shape
+        ir.convenience.replace_all_uses_with(out, result)
+    kept_outputs = [value for value in graph.outputs if value.name in (contract.LOGITS, contract.NEXT_TOKEN)]
+    graph.outputs.clear()
+    graph.outputs.extend(kept_outputs)
+    graph.remove(nodes, safe=True)
+    kept_inputs = [value for value in graph.inputs if value.name != contract.SLOT_MAPPING]
+    graph.inputs.clear()
+    graph.inputs.extend(kept_inputs)
+
+
+def _metadata(graph: ir.Graph) -> list[ir.Value]:
+    """The METADATA inputs of the lowered op, all int32, from the canonical inputs."""
+    build = NodeBuilder(graph)
+    inputs = {value.name: value for value in graph.inputs}
+    starts, lens, table = (inputs[name] for name in (contract.QUERY_START_LOC, contract.SEQ_LENS, contract.BLOCK_TABLE))
+    ends = build.op("Slice", [starts, build.constant([1]), build.constant([2**31 - 1])])
+    begins = build.op("Slice", [starts, build.constant([0]), build.constant([-1])])
+    rows = build.op("Squeeze", [build.op("Shape", [starts])])
+    row_numbers = build.op("Range", [build.constant(0), rows, build.constant(1)])
+    width = build.op("Shape", [table], {"start": 1, "end": 2})
+    to_int32 = {"to": int(ir.DataType.INT32)}
+    return [
+        build.op("Sub", [lens, build.op("Sub", [ends, begins])], name=METADATA[0]),
+        starts,
+        build.op("Reshape", [table, build.constant([-1])], name=METADATA[2]),
+        build.op("Cast", [build.op("Mul", [row_numbers, width])], to_int32, name=METADATA[3]),
+        build.op("ReduceMax", [lens], {"keepdims": 0}, name=METADATA[4]),
+    ]
+
+
+def _write_out_partial_rotary(graph: ir.Graph) -> None:
+    """Rotary embedding of the first part of each head, by halves, as products and sums: the form that OpenVINO fuses."""
+    tables: dict[ir.Value, ir.Value] = {}
+    for node in [node for node in graph if node.op_type == "RotaryEmbedding"]:
+        part = node.attributes.get_int("rotary_embedding_dim", 0)
+        if not part or node.attributes.get_int("interleaved", 0) == 1:
+            continue
+        build = NodeBuilder(graph, anchor=node)
+        x, *halves = node.inputs
+        for half in halves:
+            assert half is not None
+            if half not in tables:
+                whole = build.op("Concat", [half, half], {"axis": -1})
+                tables[half] = build.op("Unsqueeze", [whole, build.constant([1])])  # [1, 1, T, part]
+        cos, sin = (tables[half] for half in halves if half is not None)
+        first, rest = (build.op("Slice", [x, *_span(build, *span)]) for span in ((0, part), (part, _END)))
+        low, high = (build.op("Slice", [first, *_span(build, *span)]) for span in ((0, part // 2), (part // 2, _END)))
+        turned = build.op("Concat", [build.op("Neg", [high]), low], {"axis": -1})
+        rotated = build.op("Add", [build.op("Mul", [first, cos]), build.op("Mul", [turned, sin])])
+        replace(node, build.op("Concat", [rotated, rest], {"axis": -1}))
+
+
+def _span(build: NodeBuilder, start: int, end: int) -> list[ir.Value]:
+    return [build.constant([start]), build.constant([end]), build.constant([3])]
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    """Every node is called as its first output: OpenVINO reports layers by node name, and the check looks them up."""
+    for node in graph:
+        node.name = node.outputs[0].name

@@ -1,0 +1,110 @@
+"""Runs an engine of target cpu on OpenVINO: one ragged step per `execute`, pools updated in place. One thread at a time.
+
+    paged        pools in the layout the CPU plug-in chose when the model was compiled; attention writes them in place
+    plain        models whose attention is decomposed: each step returns new pools, which the next step reads
+
+Loading compiles the lowered ONNX (OpenVINO cannot cache a compiled paged-attention model); weights are memory-mapped.
+
+Raises   ManifestMismatch when the library, the pool layout or this CPU is not what the engine was built for
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import openvino as ov
+
+from plugins.paged_attention import openvino as paged
+from runtime import contract
+from runtime.batch import StepInputs
+from runtime.contract import Manifest, check_library
+from runtime.errors import EngineError, ManifestMismatch
+from runtime.executors.base import StepOutput
+from runtime.kv_cache import KVCache, PoolLayout
+
+_LAYOUTS = (paged.LAYOUT_PAGED, paged.LAYOUT_PLAIN)
+
+
+class OpenVINOExecutor:
+    def __init__(self, engine_dir: str | os.PathLike[str], manifest: Manifest, num_blocks: int, num_threads: int) -> None:
+        check_library(manifest, paged.LIBRARY, paged.library_version())
+        layout = manifest.kv_cache.layout
+        if layout not in _LAYOUTS:
+            raise ManifestMismatch(
+                f"the engine's KV cache layout is {layout!r} but this runtime knows {', '.join(_LAYOUTS)}; "
+                "rebuild the engine with this version of forgeline"
+            )
+        self.block_size = manifest.kv_cache.block_size
+        self.num_blocks = num_blocks
+        self.vocab_size = manifest.model.vocab_size
+        compiled = _compile(Path(engine_dir) / manifest.plan["model"], manifest, num_threads)
+        blocks = {name: PoolLayout(shape, dtype) for name, (shape, dtype) in paged.pool_blocks(compiled).items()}
+        per_token = sum(block.block_bytes for block in blocks.values()) / self.block_size
+        if per_token != manifest.kv_cache.bytes_per_token:
+            raise ManifestMismatch(
+                f"the engine was built for {manifest.kv_cache.bytes_per_token} bytes of KV cache per token but this CPU wants "
+                f"{per_token:g}; rebuild the engine on this machine"
+            )
+        self._cache = KVCache(blocks, num_blocks)
+        self._request = compiled.create_infer_request()
+        self._inputs = [name for name in contract.STEP_INPUTS if any(name in value.names for value in compiled.inputs)]
+        self._logits = _index(compiled, contract.LOGITS)
+        self._next_token = _index(compiled, contract.NEXT_TOKEN)
+        self._tensors: dict[str, ov.Tensor] = {}
+        for name, pool in self._cache.pools.items():
+            self._request.set_tensor(name, ov.Tensor(pool, shared_memory=True))
+            if layout == paged.LAYOUT_PLAIN:
+                self._request.set_tensor(_output_of(name), ov.Tensor(pool, shared_memory=True))
+
+    def execute(self, inputs: StepInputs) -> StepOutput:
+        request = self._request
+        for name in self._inputs:
+            request.set_tensor(name, ov.Tensor(getattr(inputs, name), shared_memory=True))
+        request.infer()
+        return StepOutput(
+            logits=request.get_output_tensor(self._logits).data,
+            next_token=request.get_output_tensor(self._next_token).data,
+        )
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy_blocks(copies)
+
+    def kv_cache_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def close(self) -> None:
+        del self._request
+        self._cache.pools.clear()
+
+
+def _compile(path: Path, manifest: Manifest, num_threads: int) -> ov.CompiledModel:
+    details = manifest.precision.details
+    core = ov.Core()
+    if details["inference_precision"] == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise ManifestMismatch(
+            "the engine computes in bf16, which this CPU cannot; rebuild the engine on this machine, or with --precision fp32"
+        )
+    options = paged.compile_options(
+        key_dtype=manifest.kv_cache.key_dtype,
+        value_dtype=manifest.kv_cache.value_dtype,
+        inference_precision=details["inference_precision"],
+        dynamic_quantization_group_size=details["dynamic_quantization_group_size"],
+        num_threads=num_threads,
+    )
+    try:
+        return core.compile_model(paged.read_model(core, path), "CPU", options)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise EngineError(f"OpenVINO cannot compile {path} ({reason}); rebuild the engine") from error
+
+
+def _index(compiled: ov.CompiledModel, name: str) -> int:
+    return next(index for index, value in enumerate(compiled.outputs) if name in value.names)
+
+
+def _output_of(pool: str) -> str:
+    """k_pool.3 → k_pool_out.3"""
+    side, layer = pool.split(".")
+    return f"{side}_out.{layer}"
