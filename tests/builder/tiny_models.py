@@ -7,6 +7,7 @@ window it is 6 tokens, shorter than the prompts in use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 128
@@ -72,6 +73,10 @@ WINDOWS = {
 }
 
 
+def config(name: str) -> Any:
+    return _configs()[name]()
+
+
 def build(name: str, seed: int = 0) -> Any:
     """fp32, eval mode, eager attention: the Hugging Face reference, and the exporter's input."""
     import torch
@@ -82,7 +87,7 @@ def build(name: str, seed: int = 0) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     with quiet(), torch.no_grad():
-        model = AutoModelForCausalLM.from_config(_configs()[name](), attn_implementation="eager").float().eval()
+        model = AutoModelForCausalLM.from_config(config(name), attn_implementation="eager").float().eval()
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += torch.randn_like(parameter) * 0.3
@@ -95,3 +100,62 @@ def logits(model: Any, token_ids: list[int]) -> Any:
 
     with torch.inference_mode():
         return model(torch.tensor([token_ids]), use_cache=False).logits[0].numpy()
+
+
+def save(model: Any, directory: Path) -> Path:
+    """A Hugging Face directory: config, safetensors, and a tokenizer of one token per word w0 … w127."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from builder.attention_hook import quiet
+
+    with quiet():
+        model.save_pretrained(directory)
+        special = ["<pad>", "<s>", "</s>"]
+        vocab = {word: index for index, word in enumerate([*special, *(f"w{index}" for index in range(3, VOCAB_SIZE))])}
+        words = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+        tokenizer.chat_template = "{{ messages[0]['content'] }}"
+        tokenizer.save_pretrained(directory)
+    return directory
+
+
+def save_gguf(model: Any, path: Path) -> Path:
+    """A tiny llama as llama.cpp's converter writes it: F32, q and k rows interleaved for its rotary embedding."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(
+        ["<pad>", "<s>", "</s>", *(chr(ord("!") + index) for index in range(90)), "ab", "cd", *(f"w{i}" for i in range(33))]
+    )
+    writer.add_token_types([3, 3, 3, *[1] * 125])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        array = tensor.numpy()
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if part in name:
+                array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        target = names.get_name(name, try_suffixes=(".weight",))
+        assert target is not None
+        writer.add_tensor(target, array.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
