@@ -8,22 +8,25 @@ Raises   FusionMismatch when norms or rotary embeddings run as loose operations,
 
 from __future__ import annotations
 
-import math
+import re
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import onnx_ir as ir
 import openvino as ov
 
 from runtime.errors import FusionMismatch, PrecisionLost
 
-_DYNAMIC_QUANTIZATION_GROUP = 64
+_DYNAMIC_GROUPS = (64, 32, 16)
 _NAMES_SHOWN = 4
+_STORED_SUFFIX = re.compile(r"\.q(?=\[|$)")  # builder.quantize's, and the number of an expert follows it
 
 
 @dataclass(frozen=True)
 class QuantizedLayer:
     weight: str  # name in the checkpoint
+    nodes: tuple[str, ...]  # a kernel that runs it is called after its MatMul, or after the Add of its bias
     dtype: str  # i8, i4
     width: int  # inputs
     group_size: int  # weights per scale along the input axis; 0 = one scale per output
@@ -35,7 +38,7 @@ class Expected:
 
     norms: int = 0  # RMSNormalization nodes, each one RMS kernel
     rotary: int = 0  # rotary embeddings, each one RoPE kernel
-    quantized: dict[str, QuantizedLayer] = field(default_factory=dict)  # by MatMul node
+    quantized: tuple[QuantizedLayer, ...] = ()
 
     def dynamic_quantization_group_size(self) -> int:
         """Activations per scale in quantized layers; 0 when there are none.
@@ -45,9 +48,10 @@ class Expected:
         """
         if not self.quantized:
             return 0
-        groups = [layer.group_size for layer in self.quantized.values() if layer.group_size]
-        widest = min(layer.width for layer in self.quantized.values()) // 16 * 16
-        return min(math.gcd(_DYNAMIC_QUANTIZATION_GROUP, *groups), widest)
+        widths = [layer.width for layer in self.quantized]
+        groups = [layer.group_size for layer in self.quantized if layer.group_size]
+        fits = (size for size in _DYNAMIC_GROUPS if size <= min(widths) and all(group % size == 0 for group in groups))
+        return next(fits, 0)
 
 
 @dataclass(frozen=True)
@@ -61,20 +65,32 @@ class Layer:
 def expected(graph: ir.Graph, rotary: int) -> Expected:
     """`rotary`: how many rotary embeddings the graph had before they were lowered."""
     norms = sum(node.op_type == "RMSNormalization" for node in graph)
-    quantized: dict[str, QuantizedLayer] = {}
+    quantized = []
     for node in graph:
         dequantize = _dequantize_of(node)
         if dequantize is None:
             continue
         weight = dequantize.inputs[0]
-        assert weight is not None and weight.const_value is not None and weight.name and node.name
-        quantized[node.name] = QuantizedLayer(
-            weight=weight.name.replace(".q", ""),
-            dtype={ir.DataType.INT8: "i8", ir.DataType.INT4: "i4"}[weight.const_value.dtype],
-            width=int(weight.const_value.shape.numpy()[-1]),
-            group_size=dequantize.attributes.get_int("block_size", 0),
+        assert weight is not None and weight.const_value is not None and weight.name
+        quantized.append(
+            QuantizedLayer(
+                weight=_STORED_SUFFIX.sub("", weight.name),
+                nodes=tuple(_names(node)),
+                dtype={ir.DataType.INT8: "i8", ir.DataType.INT4: "i4"}[weight.const_value.dtype],
+                width=int(weight.const_value.shape[-1]),  # type: ignore[arg-type]
+                group_size=dequantize.attributes.get_int("block_size", 0),
+            )
         )
-    return Expected(norms, rotary, quantized)
+    return Expected(norms, rotary, tuple(quantized))
+
+
+def _names(matmul: ir.Node) -> Iterator[str]:
+    assert matmul.name is not None
+    yield matmul.name
+    for use in matmul.outputs[0].uses():
+        if use.node.op_type == "Add" and any(value is not None and value.is_initializer() for value in use.node.inputs):
+            assert use.node.name is not None
+            yield use.node.name
 
 
 def _dequantize_of(node: ir.Node) -> ir.Node | None:
@@ -114,8 +130,8 @@ def check(compiled: ov.CompiledModel, want: Expected) -> dict[str, int]:
 def _check_weights(found: list[Layer], want: Expected) -> None:
     by_name = {name: layer for layer in found if layer.kind == "FullyConnected" for name in layer.names}
     lost = []
-    for name, quantized in want.quantized.items():
-        layer = by_name.get(name)
+    for quantized in want.quantized:
+        layer = next((by_name[name] for name in quantized.nodes if name in by_name), None)
         if layer is None or (layer.precision, layer.weight_type) != (quantized.dtype, quantized.dtype):
             group = f" in groups of {quantized.group_size}" if quantized.group_size else ""
             runs = "outside any matrix kernel" if layer is None else f"as {layer.weight_type}"

@@ -11,7 +11,9 @@ Shapes   q [T, Hq*D]   k, v [T, Hkv*D]   → [T, Hq*D]
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,7 +95,7 @@ def read_model(core: ov.Core, path: str | os.PathLike[str]) -> ov.Model:
 
 
 def compile_options(
-    *, key_dtype: str, value_dtype: str, inference_precision: str, dynamic_quantization_group_size: int, num_threads: int
+    *, key_dtype: str, value_dtype: str, dynamic_quantization_group_size: int, num_threads: int
 ) -> dict[str, Any]:
     """Options of `core.compile_model(model, "CPU", ...)`.
 
@@ -102,7 +104,7 @@ def compile_options(
     """
     return {
         "INFERENCE_NUM_THREADS": num_threads,
-        "INFERENCE_PRECISION_HINT": inference_precision,
+        "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
         "KEY_CACHE_PRECISION": key_dtype,
         "VALUE_CACHE_PRECISION": value_dtype,
@@ -111,15 +113,29 @@ def compile_options(
     }
 
 
-def pool_blocks(compiled: ov.CompiledModel) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """(shape, type) of one block of every pool, as the compiled model wants it; the block size where that was left open."""
+@dataclass(frozen=True)
+class PoolBlock:
+    """One block of a pool, as the compiled model wants it."""
+
+    shape: tuple[int, ...]
+    element_type: str  # f32, f16, u8
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pool_blocks(compiled: ov.CompiledModel) -> dict[str, PoolBlock]:
+    """By pool. Where the model leaves the block size open (decomposed attention) it is BLOCK_SIZE."""
     found = {}
     for value in compiled.inputs:
         name = value.get_any_name()
         if is_pool(name):
             dims = list(value.partial_shape)[1:]
             shape = tuple(BLOCK_SIZE if dim.is_dynamic else dim.get_length() for dim in dims)
-            found[name] = (shape, np.dtype(value.element_type.to_dtype()))
+            element_type = value.element_type.get_type_name()
+            found[name] = PoolBlock(shape, element_type, np.dtype(value.element_type.to_dtype()))
     return found
 
 

@@ -5,7 +5,7 @@
 
 Loading compiles the lowered ONNX (OpenVINO cannot cache a compiled paged-attention model); weights are memory-mapped.
 
-Raises   ManifestMismatch when the library, the pool layout or this CPU is not what the engine was built for
+Raises   ManifestMismatch when the library or the pool layout is not what the engine was built for
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class OpenVINOExecutor:
         self.num_blocks = num_blocks
         self.vocab_size = manifest.model.vocab_size
         compiled = _compile(Path(engine_dir) / manifest.plan["model"], manifest, num_threads)
-        blocks = {name: PoolLayout(shape, dtype) for name, (shape, dtype) in paged.pool_blocks(compiled).items()}
-        per_token = sum(block.block_bytes for block in blocks.values()) / self.block_size
+        blocks = paged.pool_blocks(compiled)
+        per_token = sum(block.num_bytes for block in blocks.values()) / self.block_size
         if per_token != manifest.kv_cache.bytes_per_token:
             raise ManifestMismatch(
                 f"the engine was built for {manifest.kv_cache.bytes_per_token} bytes of KV cache per token but this CPU wants "
                 f"{per_token:g}; rebuild the engine on this machine"
             )
-        self._cache = KVCache(blocks, num_blocks)
+        self._cache = KVCache({name: PoolLayout(block.shape, block.dtype) for name, block in blocks.items()}, num_blocks)
         self._request = compiled.create_infer_request()
         self._inputs = [name for name in contract.STEP_INPUTS if any(name in value.names for value in compiled.inputs)]
         self._logits = _index(compiled, contract.LOGITS)
         self._next_token = _index(compiled, contract.NEXT_TOKEN)
-        self._tensors: dict[str, ov.Tensor] = {}
         for name, pool in self._cache.pools.items():
-            self._request.set_tensor(name, ov.Tensor(pool, shared_memory=True))
+            tensor = ov.Tensor(pool, shared_memory=True)
+            self._request.set_tensor(name, tensor)
             if layout == paged.LAYOUT_PLAIN:
-                self._request.set_tensor(_output_of(name), ov.Tensor(pool, shared_memory=True))
+                self._request.set_tensor(_output_of(name), tensor)
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         request = self._request
@@ -80,17 +80,11 @@ class OpenVINOExecutor:
 
 
 def _compile(path: Path, manifest: Manifest, num_threads: int) -> ov.CompiledModel:
-    details = manifest.precision.details
     core = ov.Core()
-    if details["inference_precision"] == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        raise ManifestMismatch(
-            "the engine computes in bf16, which this CPU cannot; rebuild the engine on this machine, or with --precision fp32"
-        )
     options = paged.compile_options(
         key_dtype=manifest.kv_cache.key_dtype,
         value_dtype=manifest.kv_cache.value_dtype,
-        inference_precision=details["inference_precision"],
-        dynamic_quantization_group_size=details["dynamic_quantization_group_size"],
+        dynamic_quantization_group_size=manifest.precision.details["dynamic_quantization_group_size"],
         num_threads=num_threads,
     )
     try:
