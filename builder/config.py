@@ -57,11 +57,16 @@ class BuildConfig:
         return _digest({"source": source_sha256, "options": options, "code": code_sha256("builder", "plugins", "runtime")})
 
 
+# What turns a checkpoint into the exported, fused graph; a change elsewhere leaves cached graphs valid.
+CANONICAL_CODE = (
+    "builder/attention_hook.py", "builder/checkpoint.py", "builder/export.py", "builder/families.py", "builder/fuse",
+    "builder/normal_form.py", "builder/source.py", "plugins/paged_attention/op.py", "plugins/paged_attention/spec.py",
+)  # fmt: skip
+
+
 def canonical_key(source_sha256: str) -> str:
     """Names the exported and fused graph, which every precision and target of one model shares."""
-    return _digest(
-        {"source": source_sha256, "code": code_sha256("builder/export.py", "builder/checkpoint.py", "builder/fuse", "plugins")}
-    )
+    return _digest({"source": source_sha256, "code": code_sha256(*CANONICAL_CODE)})
 
 
 def _digest(parts: dict[str, object]) -> str:

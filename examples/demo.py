@@ -73,11 +73,11 @@ def ask_grpc(url: str, prompt: str, max_tokens: int, answer: Answer) -> None:
         client.async_stream_infer(
             MODEL,
             [
-                tensor("text_input", [prompt.encode()], "BYTES"),
-                tensor("max_tokens", [max_tokens], "INT32"),
-                tensor("stream", [True], "BOOL"),
-                tensor("exclude_input_in_output", [True], "BOOL"),
-                tensor("return_num_output_tokens", [True], "BOOL"),
+                tensor("text_input", [[prompt.encode()]], "BYTES"),
+                tensor("max_tokens", [[max_tokens]], "INT32"),
+                tensor("stream", [[True]], "BOOL"),
+                tensor("exclude_input_in_output", [[True]], "BOOL"),
+                tensor("return_num_output_tokens", [[True]], "BOOL"),
             ],
             enable_empty_final_response=True,
         )
