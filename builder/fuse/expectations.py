@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -26,12 +26,12 @@ class Shape:
     norm: str = "rms_norm"  # the pass that makes the norms: rms_norm or layer_norm
     norms: int = 2  # per layer, head norms not counted
     head_norms: int = 0  # norms of q and k, per layer
-    residual_norms: int = (
-        2  # sums of the residual stream that a norm reads, per layer; the final norm stands for the first layer's
-    )
+    head_norm: str | None = None  # the pass that makes these, when it is not that of `norm`
+    norm_per_head: bool = False  # instead, every head of q and k has a norm of its own
+    residual_norms: int = 2  # sums of the residual stream that a norm reads, per layer
     position_sum: bool = False  # embedding + learned positions is such a sum too
     final_norm: bool = True
-    rotary: bool = True
+    rotary: str = "all"  # layers that rotate q and k: all, some (counted in the graph) or none
     qkv_merge: bool = True  # q, k and v are separate in the checkpoint
     gate: str | None = "swiglu"  # the pass that makes the gated unit
     gate_up_merge: bool = True  # gate and up are separate in the checkpoint
@@ -40,31 +40,38 @@ class Shape:
 _LLAMA = Shape()
 _HEAD_NORMS = Shape(head_norms=2)
 _GEMMA3 = Shape(norms=4, head_norms=2, gate="geglu")
+# ONNX has no LayerNormalization with a weight per head, so Cohere's stay centred RMS norms.
+_COHERE = Shape(norm="layer_norm", norms=1, residual_norms=1)
 _NEOX = Shape(norm="layer_norm", residual_norms=1, qkv_merge=False, gate=None)
 _STABLELM = Shape(norm="layer_norm")
-_OPT = Shape(norm="layer_norm", position_sum=True, rotary=False, gate=None)
+_OPT = Shape(norm="layer_norm", position_sum=True, rotary="none", gate=None)
 
 # model_type → the shapes it comes in
 FAMILIES: Mapping[str, tuple[Shape, ...]] = {
-    "cohere": (Shape(norm="layer_norm", norms=1, residual_norms=1),),  # parallel block
+    "cohere": (_COHERE, replace(_COHERE, head_norms=2, head_norm="rms_norm")),  # parallel block; use_qk_norm
     "gemma2": (Shape(norms=4, gate="geglu"),),
     "gemma3": (_GEMMA3,),
     "gemma3_text": (_GEMMA3,),
-    "gpt2": (Shape(norm="layer_norm", position_sum=True, rotary=False, qkv_merge=False, gate=None),),
-    "gpt_neox": (_NEOX, Shape(norm="layer_norm", qkv_merge=False, gate=None)),  # use_parallel_residual or not
+    "gpt2": (Shape(norm="layer_norm", position_sum=True, rotary="none", qkv_merge=False, gate=None),),
+    "gpt_neox": (_NEOX, replace(_NEOX, residual_norms=2)),  # use_parallel_residual or not
     "gptj": (Shape(norm="layer_norm", norms=1, residual_norms=1, gate=None),),  # parallel block
     "granite": (_LLAMA,),
     "llama": (_LLAMA,),
     "mistral": (_LLAMA,),
     "mixtral": (_LLAMA,),
     "olmo2": (Shape(head_norms=2, residual_norms=0),),  # norms after attention and MLP, none before
-    "opt": (_OPT, Shape(norm="layer_norm", rotary=False, gate=None, final_norm=False)),  # do_layer_norm_before or not
+    "opt": (_OPT, replace(_OPT, position_sum=False, final_norm=False)),  # do_layer_norm_before or not
     "phi3": (Shape(qkv_merge=False, gate_up_merge=False),),
     "qwen2": (_LLAMA,),
     "qwen3": (_HEAD_NORMS,),
     "qwen3_moe": (_HEAD_NORMS,),
-    "smollm3": (_LLAMA,),  # layers without rotary embedding are counted in the graph
-    "stablelm": (_STABLELM, Shape(norm="layer_norm", norms=1, residual_norms=1)),  # use_parallel_residual
+    "smollm3": (Shape(rotary="some"),),
+    "stablelm": (  # use_parallel_residual or not, qk_layernorm or not
+        _STABLELM,
+        replace(_STABLELM, norms=1, residual_norms=1),
+        replace(_STABLELM, norm_per_head=True),
+        replace(_STABLELM, norms=1, residual_norms=1, norm_per_head=True),
+    ),
 }
 
 
@@ -102,16 +109,20 @@ def _is_rotated(value: ir.Value | None) -> bool:
     return False
 
 
-def expected(shape: Shape, num_layers: int, facts: Facts) -> dict[str, int]:
+def expected(shape: Shape, spec: ModelSpec, facts: Facts) -> dict[str, int]:
     """Pass name → count. A pass that is not named here is not checked."""
-    norms = num_layers * (shape.norms + shape.head_norms) + shape.final_norm
+    num_layers = len(spec.layers)
+    norms = dict.fromkeys(("rms_norm", "layer_norm"), 0)
+    norms[shape.norm] += num_layers * shape.norms + shape.final_norm
+    norms[shape.head_norm or shape.norm] += num_layers * shape.head_norms
+    if shape.norm_per_head:
+        norms[shape.norm] += sum(layer.num_heads + layer.num_kv_heads for layer in spec.layers)
     # Layer 0 reads the embedding, which is no sum; the final norm reads the last layer's.
     sums = num_layers * shape.residual_norms + shape.position_sum if shape.residual_norms else int(shape.final_norm)
     dense = num_layers - facts.expert_layers
     counts = {
-        "rms_norm": norms if shape.norm == "rms_norm" else 0,
-        "layer_norm": norms if shape.norm == "layer_norm" else 0,
-        "rotary": facts.rotated if shape.rotary else 0,
+        **norms,
+        "rotary": {"all": 2 * num_layers, "some": facts.rotated, "none": 0}[shape.rotary],
         "swiglu": dense if shape.gate == "swiglu" else 0,
         "geglu": dense if shape.gate == "geglu" else 0,
         "qkv_merge": num_layers if shape.qkv_merge else 0,
@@ -134,17 +145,14 @@ def check_counts(counts: Mapping[str, int], spec: ModelSpec, known: Facts, decli
         raise UnsupportedModel(
             f"{spec.name}: no fusion counts are known for model_type {spec.model_type!r}; known are {', '.join(sorted(FAMILIES))}"
         )
-    num_layers = len(spec.layers)
-    candidates = [expected(shape, num_layers, known) for shape in shapes]
-    if any(shape.rotary for shape in shapes) and known.rotated == 0:
-        raise FusionMismatch(f"rotary: {spec.name} ({spec.model_type}) rotates q and k but its graph reads no positions there")
+    candidates = [expected(shape, spec, known) for shape in shapes]
     closest = min(candidates, key=lambda each: sum(counts[name] != count for name, count in each.items()))
     wrong = [(name, counts[name], count) for name, count in closest.items() if counts[name] != count]
     if wrong:
         reasons = "".join(f"; {name} declined: {reason}" for name, _, _ in wrong for reason in declined.get(name, [])[:1])
         raise FusionMismatch(
             ", ".join(f"{name} fired {found} times instead of {count}" for name, found, count in wrong)
-            + f" for {num_layers} layers of {spec.name} ({spec.model_type}){reasons}; "
+            + f" for {len(spec.layers)} layers of {spec.name} ({spec.model_type}){reasons}; "
             "use the versions of torch and transformers that forgeline is tested with, or report this model"
         )
     return closest

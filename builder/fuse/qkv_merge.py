@@ -13,7 +13,7 @@ from builder.fuse.merge import Linear, as_linear, merge
 from runtime.contract import ATTENTION_OP, DOMAIN
 
 _LAYOUT = ("Reshape", "Transpose", "Gather", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat")
-_ON_HEADS = ("RotaryEmbedding", "RMSNormalization", "LayerNormalization")
+_ON_HEADS = ("RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Sub")
 
 
 def qkv_merge(model: ir.Model, decline: Decline) -> int:
@@ -38,7 +38,7 @@ def projection(value: ir.Value | None) -> Linear | None:
     while value is not None and (node := value.producer()) is not None:
         if is_op(node, "MatMul"):
             return as_linear(node)
-        if node.op_type in (*_LAYOUT, *_ON_HEADS):
+        if node.op_type in (*_LAYOUT, *_ON_HEADS):  # of x - mean(x) in a head norm, too, x comes first
             value = node.inputs[0]
         elif node.op_type in ("Add", "Mul", "Div") and sum(is_constant(each) for each in node.inputs) == 1:
             value = next(each for each in node.inputs if not is_constant(each))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fuse_graphs import feeds, ops, parse, relative_error, run, weight
+from test_fuse_qkv_merge import FEEDS, PRODUCTS, WEIGHTS, model
 
 from builder.fuse import inline_forgeline_ops
 
@@ -37,27 +38,25 @@ OPS = {
 @pytest.mark.parametrize("name", OPS)
 def test_function_computes_what_its_name_says(name):
     text, arithmetic = OPS[name]
-    model = parse(text, w=weight(8), c=weight(8, seed=1))
-    inputs = feeds(model)
+    fused = parse(text, w=weight(8), c=weight(8, seed=1))
+    inputs = feeds(fused)
     expected = arithmetic(inputs["a"].astype(np.float64), inputs["b"].astype(np.float64), weight(8), weight(8, seed=1))
-    assert relative_error(run(model, inputs), expected) < 1e-6
+    assert relative_error(run(fused, inputs), expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_inlining_leaves_standard_ops_with_the_same_result(name):
-    model = parse(OPS[name][0], w=weight(8), c=weight(8, seed=1))
-    before = run(model)
-    assert inline_forgeline_ops(model) == 1
-    assert name not in ops(model)
-    assert all(node.domain == "" for node in model.graph)
-    assert not model.functions
-    assert [value.name for value in model.graph.outputs] == (["y", "s"] if name.startswith("Add") else ["y"])
-    assert relative_error(run(model), before) == 0
+    fused = parse(OPS[name][0], w=weight(8), c=weight(8, seed=1))
+    before = run(fused)
+    assert inline_forgeline_ops(fused) == 1
+    assert name not in ops(fused)
+    assert all(node.domain == "" for node in fused.graph)
+    assert not fused.functions
+    assert [value.name for value in fused.graph.outputs] == (["y", "s"] if name.startswith("Add") else ["y"])
+    assert relative_error(run(fused), before) == 0
 
 
 def test_attention_is_not_inlined():
-    from test_fuse_qkv_merge import FEEDS, PRODUCTS, WEIGHTS, model
-
     graph = model(PRODUCTS, **WEIGHTS)
     run(graph, FEEDS)  # attaches the functions
     assert inline_forgeline_ops(graph) == 0
