@@ -137,6 +137,8 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
 @given(text=st.text("abc", max_size=25), stops=STOPS, include=st.booleans(), rng=st.randoms(use_true_random=False))
 @example(text="xabc", stops=["abc", "b"], include=False, rng=random.Random(0))
 @example(text="xabab", stops=["abc", "bab", "ba"], include=True, rng=random.Random(0))
+@example(text="xabc", stops=["abb", "b", "bc"], include=True, rng=random.Random(0))
+@example(text="aabaaabaaac", stops=["aabaaac"], include=False, rng=random.Random(0))
 def test_text_is_cut_at_the_first_stop_string_however_it_arrives(text, stops, include, rng):
     expected = cut(text, stops, include)
     finder, shown, seen = StopStrings(stops, include), "", ""
