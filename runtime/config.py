@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from runtime.contract import Manifest
@@ -129,13 +130,25 @@ def resolve(config: RuntimeConfig, manifest: Manifest) -> ResolvedConfig:
     )
 
 
+def from_options(options: Mapping[str, object]) -> RuntimeConfig:
+    """RuntimeConfig from keyword arguments. Unknown names raise InvalidRequest."""
+    _check_names(options)
+    return RuntimeConfig(**options)  # type: ignore[arg-type]
+
+
+def _check_names(options: Iterable[str]) -> None:
+    known = sorted(field.name for field in dataclasses.fields(RuntimeConfig))
+    for name in options:
+        if name not in known:
+            raise InvalidRequest(f"unknown runtime option {name!r}; the options are {', '.join(known)}")
+
+
 def from_strings(values: dict[str, str]) -> RuntimeConfig:
     """RuntimeConfig from text, as in `--set name=value` or config.pbtxt parameters. Unknown names raise InvalidRequest."""
+    _check_names(values)
     fields = {f.name: f for f in dataclasses.fields(RuntimeConfig)}
     parsed: dict[str, object] = {}
     for name, text in values.items():
-        if name not in fields:
-            raise InvalidRequest(f"unknown runtime option {name!r}; the options are {', '.join(sorted(fields))}")
         kind = str(fields[name].type)
         try:
             if "bool" in kind:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.config import RuntimeConfig
+from runtime.config import from_options
 from runtime.engine import Engine, Output
 from runtime.errors import ForgelineError
 from runtime.request import FinishReason, SamplingParams, Timings
@@ -36,7 +36,7 @@ class LLM:
 
     def __init__(self, engine: str | os.PathLike[str], **options: Any) -> None:
         """`options` are the fields of RuntimeConfig."""
-        self._adopt(Engine.load(engine, RuntimeConfig(**options)))
+        self._adopt(Engine.load(engine, from_options(options)))
 
     def _adopt(self, engine: Engine) -> None:
         self.engine = engine

@@ -47,3 +47,24 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export
         return cache[name]
 
     return get
+
+
+TINY_LLAMA = Path(__file__).parent / "models" / "tiny-llama"
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_engine(precision)`: a CPU engine of the trained tiny Llama, built once per session. Do not change its files."""
+    engines: dict[str, Path] = {}
+
+    def get(precision: str = "fp32") -> Path:
+        if precision not in engines:
+            from builder.build import build
+            from builder.config import BuildConfig
+
+            output = tmp_path_factory.mktemp("engines") / f"tiny-{precision}"
+            build(BuildConfig(str(TINY_LLAMA), output, precision=precision, eval_tokens=0), quiet=True)
+            engines[precision] = output
+        return engines[precision]
+
+    return get
