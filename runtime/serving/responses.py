@@ -88,7 +88,7 @@ class Reply:
         metrics: EngineMetrics,
         on_end: Callable[[Reply], None],
     ) -> None:
-        self.sender = sender
+        self._sender = sender
         self.engine_ids: list[str] = []
         self.cancelled_by = ""
         self.closed = False
@@ -142,6 +142,11 @@ class Reply:
         """Whether sequences of this request are still in the engine."""
         return bool(self._open)
 
+    def client_has_gone(self) -> bool:
+        """Asked under the lock that sending holds: Triton crashes when it is asked after, or during, the final response."""
+        with self._lock:
+            return not self.closed and self._sender.is_cancelled()
+
     def fail(self, message: str, code: str) -> None:
         """End the request with an error; nothing when it has ended already."""
         with self._lock:
@@ -165,7 +170,7 @@ class Reply:
 
     def _transmit(self, response: Any, *, final: bool) -> None:
         try:
-            self.sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+            self._sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
         except BaseException:
             final = True  # nothing more can be said to this client
             raise

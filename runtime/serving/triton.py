@@ -174,7 +174,7 @@ class TritonPythonModel:
             for reply in replies:
                 if reply.deadline and time.monotonic() > reply.deadline:
                     self._cancel(reply, TIMEOUT)
-                elif reply.sender.is_cancelled():
+                elif reply.client_has_gone():
                     self._cancel(reply, CLIENT)
             pause = max(period, (time.thread_time() - start) / MAX_WATCH_SHARE)
 

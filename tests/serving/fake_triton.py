@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -48,6 +49,9 @@ class Sender:
         self.sent: list[tuple[InferenceResponse, bool]] = []
         self.cancelled = False
         self.broken = False
+        self.crashed = False
+        self.slowness = 0.0
+        self.asked = threading.Event()
 
     def send(self, response: InferenceResponse, flags: int = 0) -> None:
         assert not (self.sent and self.sent[-1][1]), "sent after the final response"
@@ -56,6 +60,11 @@ class Sender:
         self.sent.append((response, bool(flags)))
 
     def is_cancelled(self) -> bool:
+        """The real one crashes the server when the final response goes out before it returns."""
+        self.asked.set()
+        time.sleep(self.slowness)
+        if self.sent and self.sent[-1][1]:
+            self.crashed = True
         return self.cancelled
 
     @property

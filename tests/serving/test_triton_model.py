@@ -230,6 +230,17 @@ def test_closing_the_model_ends_what_runs(make_model: Make) -> None:
     assert error is not None and error.message == "the server is shutting down; send the request to another server"
 
 
+def test_triton_is_never_asked_about_a_client_that_has_its_final_response(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, stream())
+    sender.slowness = 0.05
+    sender.asked.clear()
+    assert sender.asked.wait(5)
+    running.emit("a", finish=FinishReason.STOP)  # while the question is on its way
+    sender.asked.clear()
+    assert not sender.asked.wait(0.1) and not sender.crashed and sender.finals == [True]
+
+
 def test_a_client_that_leaves_while_its_request_is_submitted(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     request = Request(stream())
