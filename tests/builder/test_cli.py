@@ -1,0 +1,206 @@
+"""What a user sees of `builder` and `runtime generate` when something is wrong: one sentence, status 2, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from builder.cli import main as builder
+from runtime.cli import main as runtime
+from runtime.contract import MANIFEST_FILE
+
+TINY = Path(__file__).resolve().parents[1] / "models" / "tiny-llama"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the tiny Llama to damage."""
+    return Path(shutil.copytree(TINY, tmp_path / "model"))
+
+
+@pytest.fixture
+def engine(tiny_engine: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of an engine to damage."""
+    return Path(shutil.copytree(tiny_engine("fp32"), tmp_path / "engine"))
+
+
+def sentence(captured: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error."""
+    out, err = captured.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and err.endswith(lines[0] + "\n"), err
+    assert "Traceback" not in out + err
+    return lines[0].removeprefix("error: ")
+
+
+def refuse_build(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: object, *options: str) -> str:
+    output = tmp_path / "out" / "engine"
+    assert builder(["build", str(source), "--output", str(output), *options]) == 2
+    assert not output.parent.exists() or list(output.parent.iterdir()) == []
+    return sentence(capsys)
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    data = json.loads(path.read_text())
+    data.update(changes)
+    path.write_text(json.dumps(data))
+
+
+def test_no_such_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = refuse_build(capsys, tmp_path, tmp_path / "nowhere")
+    assert "nowhere does not exist; give a Hugging Face model directory, a .gguf file" in text
+
+
+def test_not_a_causal_lm(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    edit_json(model / "config.json", architectures=["BertForMaskedLM"], model_type="bert")
+    assert "bert" in refuse_build(capsys, tmp_path, model).lower()
+
+
+def test_unsupported_architecture_lists_what_is_supported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    edit_json(model / "config.json", architectures=["FalconForCausalLM"], model_type="falcon")
+    text = refuse_build(capsys, tmp_path, model)
+    assert "falcon" in text.lower()
+    for family in ("LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM", "StableLmForCausalLM"):
+        assert family in text
+
+
+def test_truncated_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    weights = model / "model.safetensors"
+    size = weights.stat().st_size
+    with weights.open("r+b") as file:
+        file.truncate(size - 1000)
+    text = refuse_build(capsys, tmp_path, model)
+    assert str(size - 1000) in text and str(size) in text
+
+
+def test_corrupted_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(20)
+        file.write(b"\x00" * 40)
+    assert "model.safetensors" in refuse_build(capsys, tmp_path, model)
+
+
+def test_options_out_of_range(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = refuse_build(capsys, tmp_path, TINY, "--max-model-len", "4096")
+    assert "--max-model-len 4096 exceeds the 2048 positions" in text
+    assert "--max-num-seqs is 0 but must be at least 1" in refuse_build(capsys, tmp_path, TINY, "--max-num-seqs", "0")
+    text = refuse_build(capsys, tmp_path, TINY, "--max-num-batched-tokens", "8")
+    assert "--max-num-batched-tokens 8 is smaller than --max-num-seqs 32" in text
+
+
+def test_unknown_option_and_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--frobnicate"], ["--precision", "fp7"], ["--kv-cache-dtype", "bf16"]):
+        with pytest.raises(SystemExit) as stop:
+            builder(["build", str(TINY), "--output", "x", *arguments])
+        assert stop.value.code == 2
+        assert arguments[-1] in capsys.readouterr().err
+
+
+def test_output_that_is_no_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("dear")
+    assert builder(["build", str(TINY), "--output", str(tmp_path / "thesis")]) == 2
+    assert "is not an engine, so it is not overwritten" in sentence(capsys)
+    assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "dear"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    # room for the check that is made first (the model's 7 MB), not for the fp32 engine (14 MB)
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(place)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_full_disk(capsys: pytest.CaptureFixture[str], small_disk: Path) -> None:
+    assert builder(["build", str(TINY), "--output", str(small_disk / "engine")]) == 2
+    assert "is full" in sentence(capsys)
+    assert list(small_disk.iterdir()) == []
+
+
+def test_errors_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert builder(["build", str(tmp_path / "nowhere"), "--output", str(tmp_path / "engine"), "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["type"] == "ModelNotFound" and "does not exist" in error["message"]
+
+
+def test_build_inspect_and_build_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_engine: Callable[[str], Path]
+) -> None:
+    output = tmp_path / "engine"
+    arguments = ["build", str(TINY), "--output", str(output), "--precision", "int8", "--eval-tokens", "64", "--json"]
+    assert builder(arguments) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert not first["up_to_date"]
+    assert first["report"]["weights"]["bytes_per_weight"] <= 1.1
+    assert first["report"]["accuracy"]["num_tokens"] == 63
+    assert first["report"]["fusion"]["counts"]["qkv_merge"] == 4
+    assert first["report"]["build"]["peak_rss_bytes"] > first["report"]["weights"]["total_bytes"]
+    before = (output / MANIFEST_FILE).stat().st_mtime_ns
+    assert builder(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["up_to_date"]
+    assert (output / MANIFEST_FILE).stat().st_mtime_ns == before
+    assert builder(["inspect", str(output)]) == 0
+    assert "3.5 M parameters" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------ damaged engines
+
+
+def refuse_generate(capsys: pytest.CaptureFixture[str], engine: Path, *options: str) -> str:
+    assert runtime(["generate", str(engine), "--prompt", "In", *options]) == 2
+    return sentence(capsys)
+
+
+def test_engine_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "is not an engine: it has no manifest.json; build one with" in refuse_generate(capsys, tmp_path)
+
+
+def test_engine_file_missing(capsys: pytest.CaptureFixture[str], engine: Path) -> None:
+    (engine / "plan" / "weights.bin").unlink()
+    assert "plan/weights.bin is missing; rebuild the engine" in refuse_generate(capsys, engine)
+
+
+def test_engine_file_altered(capsys: pytest.CaptureFixture[str], engine: Path) -> None:
+    with (engine / "plan" / "weights.bin").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\x07")
+    assert "plan/weights.bin was altered" in refuse_generate(capsys, engine)
+    assert builder(["inspect", str(engine)]) == 2
+    assert "plan/weights.bin was altered" in sentence(capsys)
+
+
+def test_engine_of_another_library_version(capsys: pytest.CaptureFixture[str], engine: Path) -> None:
+    edit_json(engine / MANIFEST_FILE, libraries={"openvino": "2025.1.0"})
+    text = refuse_generate(capsys, engine)
+    assert "built with openvino 2025.1.0 but 2026.4.1 is installed; install openvino==2025.1.0 or rebuild the engine" in text
+
+
+def test_damaged_manifest(capsys: pytest.CaptureFixture[str], engine: Path) -> None:
+    edit_json(engine / MANIFEST_FILE, schema_version=99)
+    assert "schema_version is 99 but this runtime reads 1" in refuse_generate(capsys, engine)
+    (engine / MANIFEST_FILE).write_text('{"schema_version": 1, "model"')
+    assert "manifest.json is damaged" in refuse_generate(capsys, engine)
+
+
+def test_runtime_options(capsys: pytest.CaptureFixture[str], engine: Path) -> None:
+    assert "unknown runtime option 'max_seqs'" in refuse_generate(capsys, engine, "--set", "max_seqs=3")
+    assert "max_num_seqs=64 exceeds the 32 the engine was built for" in refuse_generate(
+        capsys, engine, "--set", "max_num_seqs=64"
+    )
+    text = refuse_generate(capsys, engine, "--set", "num_blocks=10")
+    assert "10 blocks" in text and "needs 64" in text and "max_model_len=320 or less" in text
+    assert "temperature is nan but must be a finite number" in refuse_generate(capsys, engine, "--temperature", "nan")
+    assert "max_tokens is 0 but must be at least 1" in refuse_generate(capsys, engine, "--max-tokens", "0")
+    assert "top_p is 1.5 but must be in (0, 1]" in refuse_generate(capsys, engine, "--top-p", "1.5")
