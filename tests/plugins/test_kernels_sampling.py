@@ -108,7 +108,7 @@ def test_ties_at_the_limit_are_kept_by_id(interpreter, filters):
 def test_distribution_agrees_with_the_cpu_sampler(interpreter):
     """Chi-square of 160 draws against the CPU's probabilities, and against as many CPU draws from other seeds."""
     rows = 160
-    logits = np.repeat(_logits(1, seed=3, spread=1.0)[:, :24], rows, axis=0)
+    logits = np.repeat(_logits(1, seed=4, spread=1.0)[:, :24], rows, axis=0)
     filters = {"top_k": 8, "top_p": 0.9}
     seeds = np.arange(rows)
     state = {"slots": np.arange(rows), "temperature": 1.3, "seeds": seeds, **filters}
@@ -117,15 +117,15 @@ def test_distribution_agrees_with_the_cpu_sampler(interpreter):
     ids = np.flatnonzero(kept)
     assert set(tokens) <= set(ids)
     expected = rows * kept[ids] / kept.sum()
-    assert len(ids) == 6 and expected.min() > 10
+    assert len(ids) == 7 and expected.min() > 10
     found = np.array([(tokens == id).sum() for id in ids])
-    assert ((found - expected) ** 2 / expected).sum() < 20.52  # 99.9 % of chi-square with 5 degrees of freedom
+    assert ((found - expected) ** 2 / expected).sum() < 22.46  # 99.9 % of chi-square with 6 degrees of freedom
     scaled = (logits - logits.max(1, keepdims=True)) / np.float32(1.3)
     uniforms = cpu.uniforms((seeds + 10**6).astype(np.uint64), np.zeros(rows, np.uint64))
     draws = cpu.choose(scaled, np.full(rows, 8), np.full(rows, 0.9), np.zeros(rows), uniforms)
     other = np.array([(draws == id).sum() for id in ids])
     assert other.sum() == rows
-    assert ((found - other) ** 2 / (found + other)).sum() < 20.52
+    assert ((found - other) ** 2 / (found + other)).sum() < 22.46
 
 
 def test_penalties_use_prompt_and_output_and_count_what_is_chosen(interpreter):

@@ -1,0 +1,165 @@
+"""Compiling the kernels without a GPU, and reading them back. Compilation runs in its own process, as a user starts it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from plugins.paged_attention import aot, cubins, matrix, resource_table
+from plugins.paged_attention.cubins import KernelBinary
+from plugins.paged_attention.tuning import max_shared_bytes
+
+
+def _compile(out, *arguments):
+    pytest.importorskip("triton", reason="no kernel compiler for this Python version or platform")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "error", "-m", "plugins.paged_attention.aot", "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Every branch of the sources, for one architecture with hardware E4M3 and WGMMA; what differs elsewhere in a second."""
+    out = tmp_path_factory.mktemp("cubins")
+    run = _compile(out, "--subset", "representative", "--arch", "sm90")
+    assert run.returncode == 0, run.stdout + run.stderr
+    run = _compile(out, "--subset", "representative", "--arch", "sm75,sm89,sm120", "--only", "attention_decode_d80")
+    assert run.returncode == 0, run.stdout + run.stderr
+    return out
+
+
+def test_every_kernel_compiles_without_spills(compiled):
+    names = [spec.name for spec in matrix.for_variants(matrix.representative(), 90)]
+    assert len(names) == 4 + 2 + 4 + 4 + 2  # attention, plan, merge, write, sampling
+    for name in names:
+        binary = cubins.load(compiled, 90, name)
+        assert binary.cubin[:4] == b"\x7fELF"
+        assert binary.spill_bytes == 0
+        assert 16 <= binary.registers <= 255
+        assert binary.shared_bytes <= max_shared_bytes(90)
+        assert binary.symbol.encode() in binary.cubin
+        assert binary.params[-2:] == (("global_scratch", "*i8"), ("profile_scratch", "*i8"))
+
+
+def test_parameters_are_those_of_the_source(compiled):
+    from plugins.paged_attention import kernels
+
+    binary = cubins.load(compiled, 90, "attention_decode_d128_fp16_kfp16_vfp16_b64")
+    names = [name for name, _ in binary.params[:-2]] + list(binary.constants)
+    assert names == kernels.paged_attention.arg_names
+    assert dict(binary.params)["query"] == "*fp16" and dict(binary.params)["scale"] == "fp32"
+    assert binary.constants["BLOCK_M"] == 16 and binary.num_warps == 4
+
+
+@pytest.mark.parametrize("arch, kind", [(75, "fp8soft"), (89, "fp8"), (120, "fp8")])
+def test_e4m3_is_read_by_hardware_where_it_exists(compiled, arch, kind):
+    binary = cubins.load(compiled, arch, "attention_decode_d80_fp16_kfp8_vint8_b16_softcap")
+    assert binary.constants["K_KIND"] == kind
+    assert binary.shared_bytes <= max_shared_bytes(arch)
+
+
+def test_arguments_are_ordered_and_typed_for_the_driver(compiled):
+    binary = cubins.load(compiled, 90, "plan_t64")
+    given = {name: index for index, (name, _) in enumerate(binary.params[:-2])}
+    values, types = binary.arguments(**given)
+    assert values == (*range(11), 0, 0)
+    assert types == (ctypes.c_void_p,) * 3 + (ctypes.c_int32,) * 8 + (ctypes.c_void_p,) * 2
+    with pytest.raises(AssertionError, match="window"):
+        binary.arguments(**{name: value for name, value in given.items() if name != "window"})
+
+
+def test_a_second_run_compiles_nothing(compiled):
+    files = {path: path.stat().st_mtime_ns for path in compiled.rglob("*.cubin")}
+    run = _compile(compiled, "--subset", "representative", "--arch", "sm90")
+    assert run.returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in compiled.rglob("*.cubin")} == files
+
+
+def test_an_altered_or_missing_cubin_is_refused(compiled, tmp_path):
+    binary = cubins.load(compiled, 90, "plan_t64")
+    cubins.save(binary, tmp_path)
+    assert cubins.load(tmp_path, 90, "plan_t64") == binary
+    (tmp_path / "sm90" / "plan_t64.cubin").write_bytes(binary.cubin[:-1] + b"\0\0")
+    with pytest.raises(ValueError, match="was altered, sha256"):
+        cubins.load(tmp_path, 90, "plan_t64")
+    with pytest.raises(FileNotFoundError, match="--arch sm89"):
+        cubins.load(tmp_path, 89, "plan_t64")
+
+
+def test_another_format_is_refused(tmp_path):
+    binary = KernelBinary("k", 90, "k", (), {}, 4, 0, 16, 0, "triton 0", "", hashlib.sha256(b"x").hexdigest(), b"x")
+    path = cubins.save(binary, tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    with pytest.raises(ValueError, match="has format 2 but this version reads 1"):
+        cubins.load(tmp_path, 90, "k")
+
+
+def test_a_spilling_kernel_fails_the_build(tmp_path, monkeypatch):
+    """Far too many rows for one warp: the real compiler spills, and nothing is written."""
+    pytest.importorskip("triton", reason="no kernel compiler for this Python version or platform")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    spec = matrix.write(64, "fp16", "fp16", "fp16")
+    constants = tuple((name, 64 if name == "HEADS" else value) for name, value in spec.constants)
+    failures = aot.build([(dataclasses.replace(spec, constants=constants, num_warps=1), 80)], tmp_path)
+    assert len(failures) == 1
+    assert "write_d64_fp16_kfp16_vfp16 for sm80 spills" in failures[0] and "choose smaller tiles" in failures[0]
+    assert not list(tmp_path.rglob("*.cubin"))
+
+
+def test_too_much_shared_memory_is_refused():
+    binary = KernelBinary("k", 89, "k", (), {}, 4, 102400, 64, 0, "", "", "")
+    with pytest.raises(aot.KernelRejected, match="needs 102400 bytes of shared memory of 101376"):
+        aot.check(binary)
+    aot.check(dataclasses.replace(binary, shared_bytes=101376))
+
+
+def test_compiler_report_is_read():
+    log = (
+        "  8 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads\nptxas info    : Used 168 registers, used 1 barriers"
+    )
+    assert aot.parse_report(log) == (168, 32)
+    with pytest.raises(aot.KernelRejected, match="0 kernels instead of one"):
+        aot.parse_report("nothing")
+
+
+@pytest.mark.parametrize("capability, arch", [(75, 75), (80, 80), (86, 86), (87, 86), (89, 89), (90, 90), (120, 120)])
+def test_the_closest_architecture_that_runs_is_chosen(capability, arch):
+    assert cubins.arch_for(capability) == arch
+
+
+@pytest.mark.parametrize("capability", [70, 103, 121])
+def test_an_architecture_nothing_was_compiled_for_is_refused(capability):
+    with pytest.raises(ValueError, match=f"no kernels for sm{capability}"):
+        cubins.arch_for(capability)
+
+
+def test_what_the_wheel_ships():
+    names = {spec.name for spec in matrix.for_variants(matrix.shipped(), 90)}
+    assert len([name for name in names if name.startswith("attention")]) == 2 * 5 * 5 * 2 + 8
+    assert {"plan_t64", "plan_t32", "sample", "load_history"} <= names
+    turing = {spec.name for spec in matrix.for_variants(matrix.shipped(), 75)}
+    assert not any("bf16" in name for name in turing) and "attention_decode_d64_fp16_kint8_vint8_b64" in turing
+
+
+def test_unknown_architectures_are_named(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        aot.main(["--out", str(tmp_path), "--arch", "sm70"])
+    assert "sm70 is not one of sm75, sm80" in capsys.readouterr().err
+
+
+def test_resource_table(tmp_path):
+    binary = KernelBinary("plan", 90, "k", (), {}, 4, 38916, 154, 0, "", "", hashlib.sha256(b"x").hexdigest(), b"x")
+    cubins.save(binary, tmp_path)
+    cubins.save(dataclasses.replace(binary, arch=75, registers=40, shared_bytes=0, spill_bytes=8), tmp_path)
+    assert resource_table.table(tmp_path).splitlines() == [
+        "| kernel | sm75 | sm90 |",
+        "|---|---|---|",
+        "| `plan` | 40 / 0 / 8 / 8 B spilled | 154 / 38 / 3 |",
+    ]
