@@ -118,7 +118,7 @@ def check(compiled: ov.CompiledModel, want: Expected) -> dict[str, int]:
     found = layers(compiled)
     kinds = Counter(layer.kind for layer in found)
     for kind, count, what in (("RMS", want.norms, "RMSNorm"), ("RoPE", want.rotary, "rotary embedding")):
-        if kinds[kind] != count:
+        if kinds[kind] < count:  # more is welcome: OpenVINO finds an RMSNorm inside a LayerNorm without bias too
             raise FusionMismatch(
                 f"OpenVINO runs {kinds[kind]} {kind} kernels for the {count} {what} nodes of the graph, so the others "
                 "would run as loose operations; build with the pinned openvino version or report the model"
