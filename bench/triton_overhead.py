@@ -1,0 +1,133 @@
+"""What the server costs: tokens/s of concurrent gRPC streams through the real Triton, beside the same engine in this process.
+
+Both run the same prompts, greedy, EOS ignored, in turn, so that drift of the machine falls on both; the client is a process of
+its own on the same cores. Prints tokens/s of each, their ratio, and how many tokens came together in one response.
+
+    python bench/triton_overhead.py --model smollm2-135m-instruct --precision int8 --streams 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from common import engine_directory, finish, median, run_closed_loop
+
+from builder.data import heldout_text
+from builder.deploy import deploy
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.request import SamplingParams
+from runtime.serving.server import TritonServer
+
+
+def client(port: int, texts: list[str], max_tokens: int) -> dict[str, float]:
+    """All prompts at once, one stream each. Returns seconds, tokens and responses."""
+
+    def tensor(name: str, value: object, dtype: str) -> grpcclient.InferInput:
+        array = np.array([[value]], dtype={"BYTES": np.object_, "INT32": np.int32, "BOOL": np.bool_}[dtype])
+        result = grpcclient.InferInput(name, [1, 1], dtype)
+        result.set_data_from_numpy(array)
+        return result
+
+    results: queue.SimpleQueue[tuple[int, object, object]] = queue.SimpleQueue()
+    clients = [grpcclient.InferenceServerClient(f"127.0.0.1:{port}") for _ in texts]
+    for index, each in enumerate(clients):
+        each.start_stream(callback=lambda result, error, index=index: results.put((index, result, error)))
+    begin = time.perf_counter()
+    for text, each in zip(texts, clients, strict=True):
+        inputs = [
+            tensor("text_input", text.encode(), "BYTES"),
+            tensor("max_tokens", max_tokens, "INT32"),
+            tensor("stream", True, "BOOL"),
+            tensor("exclude_input_in_output", True, "BOOL"),
+            tensor("return_num_output_tokens", True, "BOOL"),
+        ]
+        each.async_stream_infer("llm", inputs, enable_empty_final_response=True, parameters={"ignore_eos": True})
+    tokens, responses, open_streams = 0, 0, len(texts)
+    while open_streams:
+        _, result, error = results.get(timeout=300)
+        if error is not None:
+            raise RuntimeError(str(error))
+        count = result.as_numpy("num_output_tokens")  # type: ignore[attr-defined]
+        if count is not None:
+            tokens += int(count.reshape(-1)[0])
+            responses += 1
+        open_streams -= result.get_response().parameters["triton_final_response"].bool_param  # type: ignore[attr-defined]
+    seconds = time.perf_counter() - begin
+    for each in clients:
+        each.stop_stream()
+        each.close()
+    return {"seconds": seconds, "tokens": tokens, "responses": responses}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--precision", default="int8")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--client", type=int, help=argparse.SUPPRESS)  # port: be the client, read the work from standard input
+    options = parser.parse_args()
+    if options.client is not None:
+        work = json.load(sys.stdin)
+        print(json.dumps(client(options.client, work["texts"], work["max_tokens"])))
+        return
+
+    directory = engine_directory(options.model, options.precision)
+    rates: dict[str, list[float]] = {"in_process": [], "triton": []}
+    together: list[float] = []
+    config = RuntimeConfig(enable_prefix_caching=False)
+    with tempfile.TemporaryDirectory() as work, Engine.load(directory, config) as engine:
+        ids = engine.tokenizer.encode(heldout_text())
+        step = len(ids) // options.streams
+        texts = [engine.tokenizer.decode(ids[i * step : i * step + options.prompt_tokens]) for i in range(options.streams)]
+        prompts = [engine.tokenizer.encode(text) for text in texts]
+        params = SamplingParams(max_tokens=options.output_tokens, ignore_eos=True)
+        deploy(directory, Path(work) / "repository", "llm", options={"enable_kv_cache_reuse": "false"})
+        with TritonServer(Path(work) / "repository", log_file=Path(work) / "log") as server:
+            for repetition in range(options.repetitions + 1):
+                _, seconds = run_closed_loop(engine, prompts, params)
+                job = json.dumps({"texts": texts, "max_tokens": options.output_tokens})
+                done = subprocess.run(
+                    [sys.executable, __file__, "--client", str(server.grpc_port)],
+                    input=job,
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+                answer = json.loads(done.stdout.splitlines()[-1])
+                total = options.streams * options.output_tokens
+                if answer["tokens"] != total:
+                    raise SystemExit(f"error: Triton delivered {answer['tokens']} tokens, not {total}")
+                if repetition:  # the first warms both up
+                    rates["in_process"].append(total / seconds)
+                    rates["triton"].append(total / answer["seconds"])
+                    together.append(answer["tokens"] / answer["responses"])
+    ratios = [through / alone for through, alone in zip(rates["triton"], rates["in_process"], strict=True)]
+    finish(
+        "triton_overhead",
+        model=options.model,
+        precision=options.precision,
+        streams=options.streams,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        eos_ignored=True,
+        tokens_per_second={name: [round(rate, 1) for rate in values] for name, values in rates.items()},
+        ratio={"median": round(median(ratios), 3), "all": [round(ratio, 3) for ratio in ratios]},
+        tokens_per_response=round(median(together), 2),
+    )
+
+
+if __name__ == "__main__":
+    main()
