@@ -41,3 +41,11 @@ def test_reshape_that_splits_heads_stays():
     model = parse(text, heads=np.array([1, -1, 2, 2]))
     assert fire(row_reshapes, model) == (0, [])
     assert ops(model) == {"Reshape": 1, "Neg": 1}
+
+
+def test_reshape_that_cuts_rows_in_two_stays():
+    text = "g (float[1,T,4] x) => (float[S,6] y) { r = Reshape(x, rows2)  y = MatMul(r, w2) }"
+    model = parse(text, rows2=np.array([-1, 2]), w2=weight(2, 6))
+    assert fire(row_reshapes, model) == (0, [])
+    assert ops(model) == {"Reshape": 1, "MatMul": 1}
+    assert model.graph.node(0).op_type == "Reshape"
