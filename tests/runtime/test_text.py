@@ -102,6 +102,13 @@ def test_an_unfinished_character_ends_as_replacements(make, replacement):
     assert tokenizer._backend.decode([e2, nine, the, e2, nine]) == f"{replacement} the{replacement}"
 
 
+def test_a_prompt_that_begins_with_bytes_is_text_too():
+    tokenizer = tiny.sentencepiece()
+    prompt, output = [byte + 2 for byte in "é".encode()], tokenizer.encode("cat")
+    assert tokenizer.decode(prompt + output) == "é cat"
+    assert "".join(stream(IncrementalDetokenizer(tokenizer, prompt), output)) == " cat"
+
+
 def test_a_prompt_that_ends_inside_a_character_does_not_touch_the_output():
     tokenizer = tiny.byte_level()
     byte = [tokenizer.id_to_token_bytes(id) for id in range(258)].index(b"\xe2")
@@ -226,6 +233,13 @@ def run(text, finished=True, **params):
 )
 def test_text_and_token_counts(params, expected):
     assert run("xabcabd", **params) == expected
+
+
+@pytest.mark.parametrize(("skip", "expected"), [(True, "xa"), (False, "x<s>a</s>")])
+def test_special_tokens_in_a_stream(skip, expected):
+    x, a = letters("xa")
+    stream = TextStream(SamplingParams(skip_special_tokens=skip), tiny.byte_level())
+    assert stream.push([x, 0, a, 1], finished=True).text == expected
 
 
 def test_an_unfinished_request_holds_its_last_characters():

@@ -158,6 +158,17 @@ def test_decode_equals_the_library_on_random_ids(name):
             assert tokenizer.decode(ids, skip) == tokenizer._backend.decode(ids, skip_special_tokens=skip)
 
 
+def test_word_piece_cleans_up_each_token_as_the_library_does():
+    words = [".", "?", "!", ",", "' ", "n't", "'m", "do not", "'s", "'ve", "'re", "##x", "a", "##' ", "b . c"]
+    backend = Backend(models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="a"))
+    backend.decoder = decoders.WordPiece(cleanup=True)
+    tokenizer, rng = Tokenizer(backend), random.Random(0)
+    assert tokenizer.decode([12, 0]) == "a."
+    for _ in range(300):
+        ids = [rng.randrange(len(words)) for _ in range(5)]
+        assert tokenizer.decode(ids) == backend.decode(ids)
+
+
 def text_of_bytes(data):
     """The characters that are valid, and U+FFFD for every other byte, by trying all lengths."""
     text = ""
