@@ -7,6 +7,7 @@ import platform
 import queue
 import random
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,30 @@ class Trace:
     @property
     def gaps(self) -> list[float]:
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+class Stream:
+    """One running request and when its tokens arrived."""
+
+    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams) -> None:
+        self.arrivals: list[float] = []
+        self._changed = threading.Condition()
+        engine.submit(prompt, params, on_output=self._receive)
+
+    def _receive(self, output: Output) -> None:
+        with self._changed:
+            self.arrivals += [time.perf_counter()] * len(output.token_ids)
+            self._changed.notify_all()
+
+    def wait_for(self, num_tokens: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.arrivals) >= num_tokens, timeout=300):
+                raise RuntimeError(f"{len(self.arrivals)} of {num_tokens} tokens after 300 s")
+
+    def longest_gap(self, begin: float, end: float) -> float:
+        """Longest time without a token that overlaps [begin, end]; 0 when nothing was running then."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return max((b - a for a, b in pairs if b > begin and a < end), default=0.0)
 
 
 def run_closed_loop(
