@@ -154,8 +154,9 @@ def _role(node: ir.Node, kind: str) -> str:
 
 
 def feeds_experts(node: ir.Node) -> bool:
-    """Is this linear layer the router of a mixture of experts?"""
-    return any(use.node.op_type == MOE_EXPERTS for value in _reached_before_next_linear(node) for use in value.uses())
+    """Is this linear layer the router of a mixture of experts? It decides their index and weights, not what they read."""
+    uses = (use for value in _reached_before_next_linear(node) for use in value.uses())
+    return any(use.node.op_type == MOE_EXPERTS and use.idx in (1, 2) for use in uses)
 
 
 def _reached_before_next_linear(node: ir.Node) -> list[ir.Value]:
