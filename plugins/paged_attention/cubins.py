@@ -2,14 +2,13 @@
 
 Written by aot.py where the compiler is, read by the TensorRT plugin where the GPU is. To launch one with the CUDA driver API:
 load `binary.cubin` as a module, get the function `binary.symbol`, raise its dynamic shared memory limit to `shared_bytes` when
-that exceeds 48 KiB, and launch with block (32 * num_warps, 1, 1) and `binary.arguments(...)` as cuLaunchKernel's kernelParams.
+that exceeds 48 KiB, and pass `params` in order; block is (32 * num_warps, 1, 1). cuda_launch.py does.
 
 Raises   FileNotFoundError, ValueError with the name, both values and the remedy
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import json
@@ -20,8 +19,6 @@ from typing import Any
 from plugins.paged_attention.tuning import ARCHITECTURES
 
 FORMAT = 1
-_SCRATCH = ("global_scratch", "profile_scratch")  # parameters the compiler adds; these kernels do not use them
-_CTYPES: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 @dataclass(frozen=True)
@@ -39,15 +36,6 @@ class KernelBinary:
     source_sha256: str  # of the kernels' source files
     sha256: str  # of the cubin
     cubin: bytes = field(repr=False, default=b"")
-
-    def arguments(self, **values: int | float) -> tuple[tuple[int | float, ...], tuple[Any, ...]]:
-        """(values, ctypes) in the kernel's order, as cuda-python's cuLaunchKernel takes them; addresses are ints."""
-        values = {**dict.fromkeys(_SCRATCH, 0), **values}
-        names = [name for name, _ in self.params]
-        wrong = sorted(set(names) ^ set(values))
-        assert not wrong, f"{self.name}: {', '.join(wrong)} missing or unknown"
-        types = tuple(ctypes.c_void_p if kind.startswith("*") else _CTYPES[kind] for _, kind in self.params)
-        return tuple(values[name] for name in names), types
 
 
 def save(binary: KernelBinary, directory: Path) -> Path:

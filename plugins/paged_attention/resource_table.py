@@ -1,6 +1,6 @@
 """Registers and shared memory of compiled kernels as Markdown:  python -m plugins.paged_attention.resource_table DIR
 
-DIR is what aot.py wrote. A cell is registers per thread / shared memory in KiB / blocks per SM (occupancy). Standard library only.
+DIR is what aot.py wrote. A cell is registers per thread / shared memory in KiB / blocks per SM. Standard library only.
 """
 
 from __future__ import annotations

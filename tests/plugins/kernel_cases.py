@@ -1,7 +1,7 @@
 """Ragged batches for the kernel tests, and what runs in the interpreter's process (see interpreter.py). Not a test.
 
 Everything a kernel must not read is poison: free pages, the table's unused entries (which point to a poisoned page), pages wholly
-before a sliding window, and every output before it is written.
+before a sliding window, cells past a sequence's end, and every output before it is written.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ class Inputs:
     sinks: Any
 
 
-def _poison(stored: Any, kind: str, pages: Any) -> None:
-    stored[pages] = {"fp8": 0x7F, "int8": -128}.get(kind, np.nan)
+def _poison(stored: Any, kind: str, pages: Any, tails: list[tuple[int, int]]) -> None:
+    value = {"fp8": 0x7F, "int8": -128}.get(kind, np.nan)
+    stored[pages] = value
+    for page, offset in tails:
+        stored[page, offset:] = value
 
 
 def make_inputs(case: Case) -> Inputs:
@@ -64,10 +67,13 @@ def make_inputs(case: Case) -> Inputs:
     free = order[sum(needed) :]
     table = np.full((len(case.rows), max(*needed, 1) + 1), free[0], np.int32)
     dead = list(free)
+    tails = []  # (page, offset): what the last page holds past the end
     used = 0
     for row, (count, length) in enumerate(case.rows):
         table[row, : needed[row]] = order[used : used + needed[row]]
         used += needed[row]
+        if length % case.block_size:
+            tails.append((table[row, needed[row] - 1], length % case.block_size))
         if case.window:
             expired = max(0, length - count - case.window + 1) // case.block_size
             dead += list(table[row, :expired])
@@ -76,7 +82,7 @@ def make_inputs(case: Case) -> Inputs:
         kind = kind.removesuffix("soft")
         values = rng.standard_normal((num_blocks, case.block_size, case.num_kv_heads, case.head_dim)).astype(np.float32)
         stored = reference.quantize(values, kind, scale)
-        _poison(stored, kind, dead)
+        _poison(stored, kind, dead, tails)
         return stored
 
     k_scale, v_scale = (rng.uniform(0.01, 0.03, case.num_kv_heads).astype(np.float32) for _ in range(2))

@@ -77,6 +77,18 @@ def test_attention_equals_the_reference(interpreter, case):
         assert not out[inputs.query_start_loc[row] : inputs.query_start_loc[row + 1]].any()
 
 
+@pytest.mark.parametrize("block_size, length", [(16, 75), (64, 100)])
+def test_pages_before_the_window_are_never_read(interpreter, block_size, length):
+    """The window begins in the middle of a tile, of which an earlier page was freed and now holds NaN."""
+    case = Case(((1, length),), window=24, block_size=block_size, tiles=Tiles(16, 128 if block_size == 64 else 32, 4, 1))
+    inputs = make_inputs(case)
+    first = length - 24
+    assert np.isnan(inputs.value_pool[inputs.block_table[0, first // block_size - 1]]).all()
+    assert first // case.tiles.tile * case.tiles.tile < first // block_size * block_size
+    out, _ = interpreter.call(run_attention, case, inputs)
+    assert relative_error(out, expected(case, inputs)) < 1e-3
+
+
 def test_group_larger_than_a_block_takes_several_programs(interpreter):
     case = Case(((1, 40), (3, 9)), num_heads=40, num_kv_heads=1, sinks=True, slots=1)
     inputs = make_inputs(case)
