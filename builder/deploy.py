@@ -66,16 +66,24 @@ def deploy(
             config = model_config(name, manifest, serving, {ENGINE_DIR: ENGINE_COPY if copy else str(engine), **options})
             (staging / "config.pbtxt").write_text(config, encoding="utf-8")
             staging.chmod(0o755)
-            if target.exists():
-                old = staging.with_name(staging.name + ".old")
-                os.rename(target, old)
-                os.rename(staging, target)
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                os.rename(staging, target)
+            _replace(staging, target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _replace(staging: Path, target: Path) -> None:
+    old = staging.with_name(staging.name + ".old")
+    existed = target.exists()
+    if existed:
+        os.rename(target, old)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        if existed:
+            os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def model_config(name: str, manifest: Manifest, serving: ServingOptions, parameters: Mapping[str, str]) -> str:

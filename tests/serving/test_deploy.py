@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,23 @@ def test_bad_engine_or_option_writes_nothing(engine: Path, tmp_path: Path) -> No
     with pytest.raises(InvalidRequest, match="engine_dir is not an option"):
         deploy(engine, tmp_path / "repository", "llm", options={"engine_dir": "x"})
     assert not (tmp_path / "repository").exists()
+
+
+def test_a_failed_rename_brings_the_old_model_back(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deploy(engine, tmp_path, "llm")
+    rename, calls = os.rename, []
+
+    def fail_second(source: Path, target: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(builder.deploy.os, "rename", fail_second)
+    with pytest.raises(OSError, match="Input/output error"):
+        deploy(engine, tmp_path, "llm", copy=True)
+    assert not (model / "1" / "engine").exists() and (model / "config.pbtxt").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['engine "1"', "llm"]
 
 
 def test_a_full_disk_leaves_the_old_model_in_place(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

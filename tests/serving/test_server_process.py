@@ -174,6 +174,13 @@ def test_a_port_in_use_is_named(make_server: Any, service: str) -> None:
     assert server.process is None
 
 
+def test_one_port_for_two_services(make_server: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ServerError, match=f"^grpc port {port} on 127.0.0.1 cannot be used"):
+        make_server(http_port=port, grpc_port=port).start()
+
+
 def test_a_repository_without_models(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(

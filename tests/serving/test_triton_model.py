@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -239,6 +241,28 @@ def test_triton_is_never_asked_about_a_client_that_has_its_final_response(make_m
     running.emit("a", finish=FinishReason.STOP)  # while the question is on its way
     sender.asked.clear()
     assert not sender.asked.wait(0.1) and not sender.crashed and sender.finals == [True]
+
+
+def test_nor_when_it_ended_while_others_were_asked_about(make_model: Make) -> None:
+    model = make_model()
+    slow, _ = start(model, stream())
+    slow.slowness = 0.05
+    sender, running = start(model, stream())
+    for _ in range(3):
+        slow.asked.clear()
+        assert slow.asked.wait(5)
+    running.emit("a", finish=FinishReason.STOP)
+    slow.asked.clear()
+    assert slow.asked.wait(5) and not sender.crashed
+
+
+def test_no_instrument_outlives_the_model(make_model: Make) -> None:
+    model = make_model()
+    families = [weakref.ref(family) for family in MetricFamily.made.values()]
+    MetricFamily.made = {}
+    model.finalize()
+    gc.collect()
+    assert len(families) > 10 and not any(family() for family in families)
 
 
 def test_a_client_that_leaves_while_its_request_is_submitted(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
