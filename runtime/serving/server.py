@@ -4,7 +4,8 @@ Watching   A Python backend that is killed leaves the server saying "ready" whil
            backend processes are looked at every POLL_S: when one is gone although its model claims to be ready, the whole
            server is killed (every stream in flight ends with an error, health checks fail) and started again on the same ports.
            A server that ends by itself is started again as well. More than MAX_RESTARTS in RESTART_WINDOW_S: give up.
-Stopping   SIGTERM, a bounded wait, then SIGKILL for the process group. The kernel sends SIGTERM if this process dies first
+Stopping   SIGTERM, a bounded wait, then SIGKILL for the process group and the backends'
+           shared memory is removed. The kernel sends SIGTERM if this process dies first
            (PR_SET_PDEATHSIG counts from the thread that started the child, so one thread starts, watches and stops it).
 Raises     ServerError
 """
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +80,7 @@ class TritonServer:
         self.error: ServerError | None = None  # set when supervision gave up
         self.process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
+        self._shm_prefix = f"forgeline-{uuid.uuid4().hex}-"  # a backend that is killed leaves its shared memory behind
         self._stop = threading.Event()
         self._settled = threading.Event()  # ready for the first time, or failed
         self._ended = threading.Event()
@@ -240,6 +243,8 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
+            region.unlink(missing_ok=True)
 
     # --------------------------------------------------------------------------------------------------- details
 
@@ -249,6 +254,7 @@ class TritonServer:
             f"--model-repository={self.repository}",
             *prepared,
             "--disable-auto-complete-config",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--exit-timeout-secs={max(1, int(self.stop_timeout_s))}",
         ]
         for service, port in (("http", self.http_port), ("grpc", self.grpc_port), ("metrics", self.metrics_port)):

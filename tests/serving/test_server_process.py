@@ -25,6 +25,8 @@ FAKE = r"""#!{python}
 import http.server, os, signal, subprocess, sys
 options = dict(argument[2:].split("=", 1) for argument in sys.argv[1:] if "=" in argument)
 mode = open("{mode}").read()
+prefix = options["backend-config"].partition("shm-region-prefix-name=")[2]
+open("/dev/shm/" + prefix + str(os.getpid()), "w").close()
 print("E starting in mode " + mode, flush=True)
 if mode == "broken":
     print("I noise that does not matter\nerror: creating server: the model is broken", flush=True)
@@ -111,6 +113,20 @@ def test_a_dead_backend_restarts_the_server_on_the_same_ports(make_server: Any) 
         assert server.wait_until_ready(20)
         assert server.http_port == port and server.process.pid != pid and is_gone(pid)
         assert len(server.backend_pids()) == 1 and backend not in server.backend_pids()
+
+
+def test_shared_memory_of_killed_backends_is_removed(make_server: Any) -> None:
+    with make_server() as server:
+
+        def regions() -> list[str]:
+            return [name for name in os.listdir("/dev/shm") if name.startswith(server._shm_prefix)]
+
+        assert regions() == [f"{server._shm_prefix}{server.process.pid}"]
+        server.process.kill()
+        wait_until(lambda: server.num_restarts == 1)
+        assert server.wait_until_ready(20)
+        assert regions() == [f"{server._shm_prefix}{server.process.pid}"]
+    assert regions() == []
 
 
 def test_a_backend_that_ends_because_its_model_was_unloaded_is_no_death(make_server: Any, tmp_path: Path) -> None:
