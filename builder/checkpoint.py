@@ -60,6 +60,7 @@ def load_checkpoint(source: str) -> Checkpoint:
 def _load_model(source: Source) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.path)}
     if source.is_gguf:
@@ -67,7 +68,8 @@ def _load_model(source: Source) -> Any:
     try:
         config = AutoConfig.from_pretrained(**where)
         if source.is_gguf:
-            families.check_config(config.to_dict(), source.given)
+            named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+            families.check_config(config.to_dict() | {"architectures": [named] if named else []}, source.given)
             where["quantization_config"] = GgufConfig(dequantize=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **where, config=config, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"

@@ -26,7 +26,6 @@ def normalise(model: ir.Model, *, head: str, embedding: str) -> ir.Model:
     _transpose_weights(model.graph, head, embedding)
     _fold_offsets(model.graph)
     passes.InlinePass()(model)
-    optimizer.fold_constants(model)
     rewriter.rewrite(model)
     optimizer.fold_constants(model)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)

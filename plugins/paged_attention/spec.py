@@ -71,7 +71,8 @@ def _AttendPages(
     queries = op.Transpose(queries, perm=[0, 2, 3, 1, 4])
     positions = op.Unsqueeze(lens - counts, axis1) + offsets  # [B, Q]
 
-    # 3. Its keys and values, gathered by block: [B, Hkv, 1, D, L] and [B, Hkv, 1, L, D]; nothing of what lies past its length.
+    # 3. Its keys and values, gathered by block: [B, Hkv, 1, D, L] and [B, Hkv, 1, L, D]. Values past its length become 0, for a
+    #    weight of 0 does not hide NaN; what such keys score is replaced in step 4.
     table = op.Cast(block_table, to=7)
     flat = op.Concat(axis0, rest, Hkv, D, axis=0)
     keys = op.Reshape(op.Gather(k_pool_out, table, axis=0), flat)
@@ -79,9 +80,8 @@ def _AttendPages(
     past = op.Unsqueeze(op.Range(zero, op.Squeeze(op.Shape(keys, start=1, end=2), axis0), one), axis0)  # [1, L]
     live = op.Unsqueeze(past < op.Unsqueeze(lens, axis1), op.Constant(value_ints=[2, 3]))
     nothing = op.Constant(value_float=0.0)
-    keys = op.Where(live, op.Cast(keys, to=1), nothing)
     values = op.Where(live, op.Cast(values, to=1), nothing)
-    keys = op.Unsqueeze(op.Transpose(keys, perm=[0, 2, 3, 1]), op.Constant(value_ints=[2]))
+    keys = op.Unsqueeze(op.Transpose(op.Cast(keys, to=1), perm=[0, 2, 3, 1]), op.Constant(value_ints=[2]))
     values = op.Unsqueeze(op.Transpose(values, perm=[0, 2, 1, 3]), op.Constant(value_ints=[2]))
 
     # 4. Masked softmax with a sink column.

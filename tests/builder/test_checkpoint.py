@@ -194,16 +194,23 @@ def test_every_family_is_tested() -> None:
     assert all(hasattr(transformers, name) for name in FAMILIES)
 
 
-def test_gguf_of_another_architecture(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("bloom-like", r"bloom-like is not supported yet\.; the supported architectures are Cohere"),
+        ("falcon", "FalconForCausalLM is not supported; the supported architectures are Cohere"),
+    ],
+)
+def test_gguf_of_another_architecture(architecture: str, message: str, tmp_path: Path) -> None:
     import gguf
 
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "bloom-like")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
     writer.add_name("x")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=r"bloom-like is not supported yet\.; the supported architectures are Cohere"):
+    with pytest.raises(UnsupportedModel, match=message):
         load_checkpoint(str(tmp_path / "x.gguf"))
 
 

@@ -60,7 +60,7 @@ def test_a_llama_is_two_dozen_nodes_a_layer(exported: Callable[[str], Any]) -> N
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma2", "qwen3_moe"])
 def test_weights_keep_their_names(name: str, exported: Callable[[str], Any]) -> None:
-    """Linear weights are transposed to [in, out] (gpt2's lie so already), Gemma's norms hold 1 + weight, the rest is unchanged."""
+    """Linear weights are transposed to [in, out] (gpt2 has them so), Gemma's norms hold 1 + weight, the rest is unchanged."""
     model = exported(name)
     state = {key: value.numpy() for key, value in model.model.state_dict().items()}
     graph = graph_of(model)
@@ -88,7 +88,7 @@ def test_a_tied_head_has_its_own_initializer(exported: Callable[[str], Any]) -> 
 def test_attention_attributes_are_what_the_layer_was_given(exported: Callable[[str], Any]) -> None:
     nodes = [node for node in graph_of(exported("gemma2")) if node.op_type == "PagedAttention"]
     attributes = [{name: attribute.value for name, attribute in node.attributes.items()} for node in nodes]
-    common = {"softcap": 5.0, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "scale": pytest.approx(24**-0.5)}
+    common = {"softcap": 1.0, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "scale": pytest.approx(24**-0.5)}
     assert attributes == [common | {"layer": 0, "sliding_window": 6}, common | {"layer": 1, "sliding_window": 0}]
     assert {node.domain for node in nodes} == {"forgeline"}
 
