@@ -129,24 +129,29 @@ def test_distribution_agrees_with_the_cpu_sampler(interpreter):
 
 
 def test_penalties_use_prompt_and_output_and_count_what_is_chosen(interpreter):
-    logits = np.zeros((2, VOCAB), np.float32)
-    logits[:, :4] = [4.0, 3.9, 3.0, -1.0]
+    logits = np.full((4, VOCAB), -9.0, np.float32)
+    logits[:2, :4] = [4.0, 3.9, 3.0, -1.0]
+    logits[2, :3] = [-1.0, -1.5, -3.0]
+    logits[3, :2] = [4.0, 3.8]
     state = {
-        "slots": np.array([0, 1]),
-        "repetition": np.array([2.0, 1.0]),
-        "presence": np.array([0.0, 0.5]),
-        "frequency": np.array([0.0, 0.3]),
+        "slots": np.arange(4),
+        "repetition": np.array([2.0, 1.0, 2.0, 1.0]),
+        "presence": np.array([0.0, 0.5, 0.0, 0.5]),
+        "frequency": np.array([0.0, 0.3, 0.0, 0.0]),
     }
     # Slot 0: token 0 in the prompt, halved to 2; token 1 wins with 3.9, then halves to 1.95; token 2 wins.
     # Slot 1: the prompt does not count; token 0 was produced twice: 4 - 0.6 - 0.5 = 2.9; token 1 wins, then has 3.1 and wins.
-    history = {0: ([0, 0], 2), 1: ([2, 0, 0], 1)}
+    # Slot 2: negative logits are doubled, not halved: token 0 falls to -2 and token 1 wins, then has -3 and token 0 wins.
+    # Slot 3: token 0 is in the prompt only, which presence ignores; produced once it has 3.5.
+    history = {0: ([0, 0], 2), 1: ([2, 0, 0], 1), 2: ([0], 1), 3: ([0], 1)}
     tokens, _, counts, _ = interpreter.call(run_sample, logits, dict(state), history=history)
-    assert tokens.tolist() == [1, 1]
+    assert tokens.tolist() == [1, 1, 1, 0]
     in_prompt = 1 << 30
     assert counts[0, :4].tolist() == [in_prompt, 1, 0, 0]
     assert counts[1, :4].tolist() == [2, 1, in_prompt, 0]
+    assert counts[3, :4].tolist() == [in_prompt + 1, 0, 0, 0]
     tokens, _, counts, _ = interpreter.call(run_sample, logits, dict(state), history=history, steps=2)
-    assert tokens.tolist() == [2, 1]
+    assert tokens.tolist() == [2, 1, 0, 1]
     assert counts[1, :4].tolist() == [2, 2, in_prompt, 0]
 
 
@@ -185,6 +190,7 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(interpreter):
 def test_vocabulary_larger_than_a_pass(interpreter):
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((4, 2500)).astype(np.float32)
+    logits[2, [37, 37 + 1024, 2400]] = 9.0  # equal maxima, two of them a pass apart
     seeds = _seeds(4)
     state = {"slots": np.arange(4), "temperature": [1.0, 1.0, 0.0, 1.5], "seeds": seeds, "top_k": [1500, 20, 0, 0], "top_p": 0.97}
     tokens, *_ = interpreter.call(run_sample, logits, state)
@@ -192,7 +198,7 @@ def test_vocabulary_larger_than_a_pass(interpreter):
     wanted = [
         _walk(_kept_weights(logits[0], 1.0, 1500, 0.97), uniforms[0]),
         _walk(_kept_weights(logits[1], 1.0, 20, 0.97), uniforms[1]),
-        int(logits[2].argmax()),
+        37,
         _walk(_kept_weights(logits[3], 1.5, 0, 0.97), uniforms[3]),
     ]
     assert tokens.tolist() == wanted
