@@ -46,8 +46,8 @@ def _configs() -> dict[str, Callable[[], Any]]:
         "mixtral": lambda: tf.MixtralConfig(**base, **moe, num_local_experts=4, sliding_window=None),
         "olmo2": lambda: tf.Olmo2Config(**base),
         "opt": lambda: tf.OPTConfig(
-            **ids, init_std=0.15, vocab_size=VOCAB_SIZE, hidden_size=64, ffn_dim=96, num_hidden_layers=LAYERS, num_attention_heads=4,
-            max_position_embeddings=256, word_embed_proj_dim=64,
+            **ids, init_std=0.15, vocab_size=VOCAB_SIZE, hidden_size=64, ffn_dim=96, num_hidden_layers=LAYERS,
+            num_attention_heads=4, max_position_embeddings=256, word_embed_proj_dim=64,
         ),
         "phi3": lambda: tf.Phi3Config(**base, sliding_window=WINDOW),
         "qwen2": lambda: tf.Qwen2Config(
