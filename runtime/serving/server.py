@@ -4,9 +4,9 @@ Watching   A Python backend that is killed leaves the server saying "ready" whil
            backend processes are looked at every POLL_S: when one is gone although its model claims to be ready, the whole
            server is killed (every stream in flight ends with an error, health checks fail) and started again on the same ports.
            A server that ends by itself is started again as well. More than MAX_RESTARTS in RESTART_WINDOW_S: give up.
-Stopping   SIGTERM, a bounded wait, then SIGKILL for the process group and the backends'
-           shared memory is removed. The kernel sends SIGTERM if this process dies first
-           (PR_SET_PDEATHSIG counts from the thread that started the child, so one thread starts, watches and stops it).
+Stopping   SIGTERM, a bounded wait, then SIGKILL for the process group; the backends' shared memory is removed. The kernel sends
+           SIGTERM if this process dies first (PR_SET_PDEATHSIG counts from the thread that started the child, so one thread
+           starts, watches and stops it).
 Raises     ServerError
 """
 
@@ -79,6 +79,7 @@ class TritonServer:
         self.num_restarts = 0
         self.error: ServerError | None = None  # set when supervision gave up
         self.process: subprocess.Popen[bytes] | None = None
+        self._backends: dict[int, str] = {}  # Python-backend processes seen → the model of each
         self._directory: Path | None = None
         self._shm_prefix = f"forgeline-{uuid.uuid4().hex}-"  # a backend that is killed leaves its shared memory behind
         self._stop = threading.Event()
@@ -163,24 +164,20 @@ class TritonServer:
     def _supervise(self, command: list[str], environment: dict[str, str]) -> None:
         restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         try:
-            while not self._stop.is_set():
-                self._launch(command, environment)
-                self._await_ready()
-                self._settled.set()
-                if self._stop.is_set():
-                    break
-                reason = self._watch()
-                if reason is None:
-                    break
+            self._launch(command, environment)
+            self._await_ready()
+            self._settled.set()
+            reason = self._watch()
+            while reason is not None:
                 now = time.monotonic()
                 if len(restarts) == MAX_RESTARTS and now - restarts[0] < RESTART_WINDOW_S:
-                    raise ServerError(
-                        f"{reason}; that was restart {MAX_RESTARTS + 1} within {RESTART_WINDOW_S:.0f} s, giving up{self._tail()}"
-                    )
+                    raise ServerError(f"{reason}; that was failure {MAX_RESTARTS + 1} within {RESTART_WINDOW_S:.0f} s, giving up")
                 restarts.append(now)
                 log.error("%s; restarting tritonserver", reason)
                 self._kill()
                 self.num_restarts += 1
+                self._launch(command, environment)
+                reason = self._failed_again() or self._watch()
         except ServerError as error:
             self.error = error
         finally:
@@ -207,14 +204,22 @@ class TritonServer:
             if self.process.poll() is not None:
                 raise ServerError(f"tritonserver ended with status {self.process.returncode} before it was ready{self._tail()}")
             if self.is_ready():
+                self._backends = _stubs(self.process.pid)
                 return
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready after {self.ready_timeout_s:.0f} s{self._tail()}")
 
+    def _failed_again(self) -> str | None:
+        try:
+            self._await_ready()
+        except ServerError as error:
+            return str(error)
+        return None
+
     def _watch(self) -> str | None:
         """Why the server must be restarted; None when `stop` was called."""
         assert self.process is not None
-        known = _stubs(self.process.pid)
+        known = self._backends
         next_scan = time.monotonic() + SCAN_S
         while not self._stop.wait(POLL_S):
             if self.process.poll() is not None:
@@ -243,6 +248,9 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        deadline = time.monotonic() + STOP_GRACE_S
+        while _group_members(self.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.002)
         for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
             region.unlink(missing_ok=True)
 
@@ -313,11 +321,21 @@ def _stubs(server: int) -> dict[int, str]:
 
 
 def _stat(pid: str) -> list[str]:
-    """[state, parent, …]; empty when there is no such process."""
+    """[state, parent, group, …]; empty when there is no such process."""
     try:
         return Path("/proc", pid, "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def _group_members(group: int) -> list[str]:
+    """Processes of a group that still run; the dead ones are their new parent's to collect."""
+    found = []
+    for entry in os.listdir("/proc"):
+        stat = _stat(entry) if entry.isdigit() else []
+        if stat[2:3] == [str(group)] and stat[0] not in "ZX":
+            found.append(entry)
+    return found
 
 
 def _alive(pid: int) -> bool:

@@ -25,8 +25,8 @@ FAKE = r"""#!{python}
 import http.server, os, signal, subprocess, sys
 options = dict(argument[2:].split("=", 1) for argument in sys.argv[1:] if "=" in argument)
 mode = open("{mode}").read()
-prefix = options["backend-config"].partition("shm-region-prefix-name=")[2]
-open("/dev/shm/" + prefix + str(os.getpid()), "w").close()
+region = "/dev/shm/" + options["backend-config"].partition("shm-region-prefix-name=")[2] + str(os.getpid())
+open(region, "w").close()
 print("E starting in mode " + mode, flush=True)
 if mode == "broken":
     print("I noise that does not matter\nerror: creating server: the model is broken", flush=True)
@@ -34,7 +34,7 @@ if mode == "broken":
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:
-    signal.signal(signal.SIGTERM, lambda *_: (stub.kill(), os._exit(0)))
+    signal.signal(signal.SIGTERM, lambda *_: (stub.kill(), os.remove(region), os._exit(0)))
 stub = subprocess.Popen(["/somewhere/{stub}", "{model}"], executable=sys.executable)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -148,8 +148,24 @@ def test_a_dead_server_is_restarted_until_it_happens_too_often(make_server: Any,
         assert server.error is None
         server.process.kill()
         assert server.wait(20)
-        assert "tritonserver ended with status -9; that was restart 3 within 60 s, giving up" in str(server.error)
+        assert str(server.error).startswith("tritonserver ended with status -9")
+        assert str(server.error).endswith("; that was failure 3 within 60 s, giving up")
         assert not server.is_ready()
+
+
+def test_a_restart_that_fails_is_tried_again(make_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_RESTARTS", 3)
+    with make_server() as server:
+        (tmp_path / "mode").write_text("broken")
+        server.process.kill()
+        wait_until(lambda: server.num_restarts == 2)
+        (tmp_path / "mode").write_text("good")
+        assert server.wait_until_ready(20) and server.error is None
+        (tmp_path / "mode").write_text("broken")
+        server.process.kill()
+        assert server.wait(20)
+    assert str(server.error).startswith("tritonserver ended with status 3 before it was ready; the end of its log:")
+    assert str(server.error).endswith("that was failure 4 within 60 s, giving up")
 
 
 def test_a_server_that_ignores_sigterm_is_killed(make_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
