@@ -154,7 +154,7 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
     model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
     key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model)
     with stages("quantize"):
-        quantization = quantize(model, config.precision, group_size=config.group_size)
+        quantization = quantize(model, config.precision, group_size=config.group_size, progress=stages.progress)
     with stages("compile"):
         plan = build_plan(
             model,
@@ -193,7 +193,7 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
         weight_bytes=plan.weight_bytes,
     )
     with stages("accuracy"):
-        accuracy = _accuracy(config, canonical, staging, manifest) if config.eval_tokens else {}
+        accuracy = _accuracy(config, canonical, staging, manifest, stages) if config.eval_tokens else {}
     with stages("bundle"):
         files = sorted(file for place in (PLAN_DIR, TOKENIZER_DIR) for file in (staging / place).rglob("*") if file.is_file())
         build = {
@@ -235,7 +235,7 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
     return report
 
 
-def _accuracy(config: BuildConfig, canonical: Path, staging: Path, manifest: Manifest) -> dict[str, Any]:
+def _accuracy(config: BuildConfig, canonical: Path, staging: Path, manifest: Manifest, stages: Stages) -> dict[str, Any]:
     """The compiled engine on held-out text, beside the fp32 graph on the reference executor."""
     from builder.accuracy import compare
     from builder.data import heldout_text
@@ -249,7 +249,7 @@ def _accuracy(config: BuildConfig, canonical: Path, staging: Path, manifest: Man
     reference = ReferenceExecutor(canonical / "model.onnx", num_blocks=-(-context // REFERENCE_BLOCK), block_size=REFERENCE_BLOCK)
     candidate = OpenVINOExecutor(staging, manifest, -(-context // manifest.kv_cache.block_size), threads)
     try:
-        report = compare(reference, candidate, token_ids, context=context, batch=1)
+        report = compare(reference, candidate, token_ids, context=context, batch=1, progress=stages.progress)
     finally:
         reference.close()
         candidate.close()

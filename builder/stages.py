@@ -21,18 +21,29 @@ class Stages:
             total=len(names),
             file=sys.stderr,
             disable=quiet or self._lines,
-            bar_format="{desc:<12}|{bar:24}| {n_fmt}/{total_fmt} {elapsed}",
+            bar_format="{desc:<12}|{bar:24}| {n_fmt}/{total_fmt} {elapsed} {postfix}",
         )
+        self._tenth = 0
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._bar.set_description_str(name)
+        self._bar.set_postfix_str("")
+        self._tenth = 0
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self._bar.update()
         if self._lines:
             print(f"{name:<12}{self.seconds[name]:6.1f} s", file=sys.stderr, flush=True)
+
+    def progress(self, done: int, total: int) -> None:
+        """How far the current stage is; shown on the bar, in a log at every tenth."""
+        self._bar.set_postfix_str(f"{done}/{total}")
+        tenth = 10 * done // total
+        if self._lines and tenth != self._tenth and done < total:
+            print(f"  {done}/{total}", file=sys.stderr, flush=True)
+        self._tenth = tenth
 
     def close(self) -> None:
         self._bar.close()
