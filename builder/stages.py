@@ -23,10 +23,12 @@ class Stages:
             disable=quiet or self._lines,
             bar_format="{desc:<12}|{bar:24}| {n_fmt}/{total_fmt} {elapsed} {postfix}",
         )
+        self._name = ""
         self._tenth = 0
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self._name = name
         self._bar.set_description_str(name)
         self._bar.set_postfix_str("")
         self._tenth = 0
@@ -42,7 +44,7 @@ class Stages:
         self._bar.set_postfix_str(f"{done}/{total}")
         tenth = 10 * done // total
         if self._lines and tenth != self._tenth and done < total:
-            print(f"  {done}/{total}", file=sys.stderr, flush=True)
+            print(f"{self._name:<12}{done}/{total}", file=sys.stderr, flush=True)
         self._tenth = tenth
 
     def close(self) -> None:
