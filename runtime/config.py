@@ -79,8 +79,11 @@ def free_memory_bytes() -> int:
     return available
 
 
-def resolve(config: RuntimeConfig, manifest: Manifest) -> ResolvedConfig:
-    """Raises ManifestMismatch when a choice exceeds what the engine was built for, or the pool cannot hold one sequence."""
+def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = None) -> ResolvedConfig:
+    """`free_bytes` of the memory that will hold the KV cache; None: this machine's.
+
+    Raises ManifestMismatch when a choice exceeds what the engine was built for, or the pool cannot hold one sequence.
+    """
 
     def limited(name: str) -> int:
         built = getattr(manifest, name)
@@ -107,7 +110,8 @@ def resolve(config: RuntimeConfig, manifest: Manifest) -> ResolvedConfig:
     else:
         budget = config.kv_cache_memory_bytes
         if budget is None:
-            budget = int(free_memory_bytes() * config.kv_cache_memory_fraction)
+            free_bytes = free_memory_bytes() if free_bytes is None else free_bytes
+            budget = int(free_bytes * config.kv_cache_memory_fraction)
         num_blocks = min(budget // bytes_per_block, max_num_seqs * blocks_per_seq)
     if num_blocks < blocks_per_seq:
         need = blocks_per_seq * bytes_per_block

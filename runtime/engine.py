@@ -23,7 +23,7 @@ from runtime.block_pool import BlockPool
 from runtime.config import ResolvedConfig, RuntimeConfig, resolve
 from runtime.contract import TOKENIZER_DIR, Manifest, load_manifest
 from runtime.errors import InvalidRequest, QueueFull
-from runtime.executors import load_executor
+from runtime.executors import kv_cache_free_bytes, load_executor
 from runtime.loop import Loop, TokenOutput
 from runtime.request import FinishReason, Request, SamplingParams, Timings
 from runtime.sampler import Sampler, TokenLogprobs
@@ -119,7 +119,7 @@ class Engine:
         """Raises  EngineError and its kinds when the bundle does not fit this machine, InvalidRequest for bad options."""
         config = config or RuntimeConfig()
         manifest = load_manifest(path, verify_checksums=config.verify_checksums)
-        resolved = resolve(config, manifest)
+        resolved = resolve(config, manifest, kv_cache_free_bytes(manifest))
         tokenizer = Tokenizer.load(Path(path) / TOKENIZER_DIR)
         executor = load_executor(path, manifest, resolved)
         pool = BlockPool(executor.num_blocks, executor.block_size, enable_prefix_caching=resolved.enable_prefix_caching)

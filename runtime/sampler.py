@@ -190,7 +190,7 @@ class Sampler:
     def _check_argmax(self, output: StepOutput, token_ids: npt.NDArray[np.int64], errors: dict[int, str]) -> None:
         """Find broken rows by one element each, where the engine left its logits within reach."""
         broken = (token_ids < 0) | (token_ids >= self.vocab_size)
-        if len(output.logits) == len(token_ids):
+        if output.logits_at_hand and len(output.logits) == len(token_ids):
             best = output.logits[np.arange(len(token_ids)), np.where(broken, 0, token_ids)]
             broken |= ~np.isfinite(best)
         for row in np.flatnonzero(broken):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,14 @@ class StepOutput:
 
     logits: npt.NDArray[np.float32]  # [R, V]; empty [0, V] when no row was asked for
     next_token: npt.NDArray[np.int64]  # [R], argmax of logits
+    logits_at_hand: ClassVar[bool] = (
+        True  # False: reading `logits` fetches them from a device, so do it only for rows that need it
+    )
 
 
 class Executor(Protocol):
-    """Implementations: OpenVINOExecutor (cpu), ReferenceExecutor (ONNX Runtime), and in tests a fake worked out on paper."""
+    """Implementations: OpenVINOExecutor (cpu), TensorRTExecutor (tensorrt, tensorrt-rtx), ReferenceExecutor (ONNX Runtime), and
+    in tests a fake worked out on paper."""
 
     block_size: int
     num_blocks: int
@@ -38,3 +42,20 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class PipelinedExecutor(Executor, Protocol):
+    """An executor whose next step may start before the host has seen the tokens of the one before: TensorRTExecutor.
+
+    `execute(inputs)` is `submit(inputs)` then `collect()`. At most two steps are under way; `logits` of a step can be read until
+    the next `submit`.
+    """
+
+    def submit(self, inputs: StepInputs, feedback: Sequence[tuple[int, int]] = ()) -> None:
+        """Start a step. Each (index, row) of `feedback` replaces `inputs.input_ids[index]`, whatever the host put there, by the
+        `next_token` of that row of the step submitted before."""
+        ...
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step not yet collected."""
+        ...

@@ -50,8 +50,7 @@ class OpenVINOExecutor:
         self._cache = KVCache({name: PoolLayout(block.shape, block.dtype) for name, block in blocks.items()}, num_blocks)
         self._request = compiled.create_infer_request()
         self._inputs = [name for name in contract.STEP_INPUTS if any(name in value.names for value in compiled.inputs)]
-        self._logits = _index(compiled, contract.LOGITS)
-        self._next_token = _index(compiled, contract.NEXT_TOKEN)
+        self._logits = next(index for index, value in enumerate(compiled.outputs) if contract.LOGITS in value.names)
         for name, pool in self._cache.pools.items():
             tensor = ov.Tensor(pool, shared_memory=True)
             self._request.set_tensor(name, tensor)
@@ -63,10 +62,8 @@ class OpenVINOExecutor:
         for name in self._inputs:
             request.set_tensor(name, ov.Tensor(getattr(inputs, name), shared_memory=True))
         request.infer()
-        return StepOutput(
-            logits=request.get_output_tensor(self._logits).data,
-            next_token=request.get_output_tensor(self._next_token).data,
-        )
+        logits = request.get_output_tensor(self._logits).data
+        return StepOutput(logits, logits.argmax(axis=-1))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self._cache.copy_blocks(copies)
@@ -92,10 +89,6 @@ def _compile(path: Path, manifest: Manifest, num_threads: int) -> ov.CompiledMod
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise EngineError(f"OpenVINO cannot compile {path} ({reason}); rebuild the engine") from error
-
-
-def _index(compiled: ov.CompiledModel, name: str) -> int:
-    return next(index for index, value in enumerate(compiled.outputs) if name in value.names)
 
 
 def _output_of(pool: str) -> str:
