@@ -1,9 +1,9 @@
 """Canonical graph → what TensorRT's ONNX parser reads: still ONNX, in fp32; tensorrt_types.py narrows it afterwards.
 
-PagedAttention   becomes the plugin's node (plugins.paged_attention.tensorrt_op). The pools leave the graph: one int64 table of their
-                 addresses is fed instead, and nothing comes out. Rotary embedding and q/k norm move into the node where their form
-                 allows it, and the fused projection is handed over whole, so that no split, transpose or copy remains between the
-                 matrix product and the pages
+PagedAttention   becomes the plugin's node (plugins.paged_attention.tensorrt_op). The pools leave the graph: one int64 table of
+                 their addresses is fed instead, and nothing comes out. Rotary embedding and q/k norm move into the node where
+                 their form allows it, and the fused projection is handed over whole, so that no split, transpose or copy remains
+                 between the matrix product and the pages
 the rest         forgeline's fused ops are expanded: TensorRT fuses pointwise chains itself
 
 Raises   UnsupportedModel for heads that the kernels were not compiled for
@@ -21,7 +21,7 @@ from onnx_ir.passes import common as passes
 
 from builder.fuse import inline_forgeline_ops
 from builder.fuse.graph import constant, ints, is_op, static_shape
-from builder.targets.openvino_build import NodeBuilder, replace
+from builder.targets.openvino_build import NodeBuilder
 from plugins.paged_attention import tensorrt_op
 from plugins.paged_attention.op import DOMAIN, MOE_EXPERTS, PAGED_ATTENTION, PAGED_ATTENTION_INPUTS, attach_functions
 from plugins.paged_attention.tensorrt_op import AttentionSpec
@@ -64,19 +64,17 @@ def lower(
         head_dim = node.attributes.get_int("head_dim", 0)
         if head_dim not in HEAD_DIMS and not any_head_dim:
             raise UnsupportedModel(
-                f"layer {node.attributes.get_int('layer', 0)} has heads of {head_dim} elements but the attention kernels exist for "
-                f"{', '.join(map(str, HEAD_DIMS))}; use --target cpu"
+                f"layer {node.attributes.get_int('layer', 0)} has heads of {head_dim} elements but the attention kernels exist "
+                f"for {', '.join(map(str, HEAD_DIMS))}; use --target cpu"
             )
     inputs = {str(value.name): value for value in graph.inputs}
-    table = ir.Value(
-        name=tensorrt_op.KV_POINTERS, shape=ir.Shape([len(nodes), 2]), type=ir.TensorType(ir.DataType.INT64)
-    )
+    table = ir.Value(name=tensorrt_op.KV_POINTERS, shape=ir.Shape([len(nodes), 2]), type=ir.TensorType(ir.DataType.INT64))
     graph.inputs.append(table)
     shared = _Shared(graph, inputs, table)
     specs: list[AttentionSpec] = []
     packed = 0
     for node in nodes:
-        kinds = {"key_kind": key_kind, "value_kind": value_kind, "block_size": block_size}
+        kinds: dict[str, str | int] = {"key_kind": key_kind, "value_kind": value_kind, "block_size": block_size}
         spec, whole = _lower_attention(node, shared, kinds, kv_scales or {}, blocks_per_sm or {})
         specs.append(spec)
         packed += whole
@@ -193,12 +191,12 @@ def _lower_attention(
         tensorrt_op.NAME, [values[name] for name in spec.inputs], {**spec.to_dict(), **plugin}, domain=tensorrt_op.NODE_DOMAIN
     )
     out = node.outputs[0]
-    attention.dtype, attention.shape = out.dtype, ir.Shape([out.shape[0] if out.shape else None, heads * dim])
+    attention.type, attention.shape = out.type, ir.Shape([out.shape[0] if out.shape else None, heads * dim])
     node_of = attention.producer()
     assert node_of is not None
     node_of.name = f"layers.{layer}.attention"
     heads_apart = build.op("Reshape", [attention, build.constant([-1, heads, dim])])
-    heads_apart.dtype, heads_apart.shape = out.dtype, out.shape
+    heads_apart.type, heads_apart.shape = out.type, out.shape
     ir.convenience.replace_all_uses_with(out, heads_apart)
     return spec, fused is not None
 
@@ -255,7 +253,7 @@ class _Traced:
 
     @classmethod
     def of(cls, value: ir.Value | None, head_dim: int) -> _Traced:
-        """As far back as norm, rotary embedding and changes of layout go; `value` itself when the layout is not token by token."""
+        """As far back as norm, rotary embedding and changes of layout go; `value` itself when tokens do not stay in order."""
         assert value is not None
         path: list[ir.Node] = []
         best = cls(value, head_dim=head_dim)
@@ -337,7 +335,12 @@ def _fused_projection(sources: list[ir.Value], widths: tuple[int, ...]) -> ir.Va
         return whole if in_order and tuple(source.shape[-1] for source in sources if source.shape) == widths else None
     begin = 0
     for node, width in zip(producers, widths, strict=True):
-        if not is_op(node, "Slice") or node.inputs[0] is not whole or not _slices(node, begin, begin + width, len(whole.shape)):
+        if (
+            node is None
+            or not is_op(node, "Slice")
+            or node.inputs[0] is not whole
+            or not _slices(node, begin, begin + width, len(whole.shape))
+        ):
             return None
         begin += width
     return whole

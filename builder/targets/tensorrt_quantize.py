@@ -41,6 +41,19 @@ def activation_names(model: ir.Model) -> list[str]:
     return list(names)
 
 
+HEAD_SUFFIX = ".head"  # of the second copy of a table that is both looked up and multiplied
+
+
+def roles(model: ir.Model) -> dict[str, str]:
+    """Weight → class of tensors, for the names that `quantize` gives; ask before it."""
+    found: dict[str, str] = {}
+    for weight in find_weights(model.graph):
+        found[weight.name] = weight.role
+        if any(use.role == "lm_head" for use in weight.uses):
+            found[weight.name + HEAD_SUFFIX] = "lm_head"
+    return found
+
+
 def quantize(
     model: ir.Model,
     precision: str,
@@ -131,7 +144,7 @@ def _quantize_input(graph: ir.Graph, node: ir.Node, amax: Mapping[str, npt.NDArr
     dequantizer = ir.node("DequantizeLinear", [quantizer.outputs[0], scale, zero], name=f"{name}.dequantize")
     quantizer.outputs[0].name, dequantizer.outputs[0].name = f"{name}.fp8", f"{name}.fp8.wide"
     quantizer.outputs[0].dtype, quantizer.outputs[0].shape = ir.DataType.FLOAT8E4M3FN, x.shape
-    dequantizer.outputs[0].dtype, dequantizer.outputs[0].shape = x.dtype, x.shape
+    dequantizer.outputs[0].type, dequantizer.outputs[0].shape = x.type, x.shape
     readers = [use.node for use in x.uses() if use.node.op_type == "MatMul" and use.idx == 0]
     order = {each: index for index, each in enumerate(graph)}
     graph.insert_before(min(readers, key=order.__getitem__), [quantizer, dequantizer])
@@ -160,7 +173,7 @@ def _by_use(graph: ir.Graph, weight: Weight) -> Iterator[Weight]:
         return
     tensor = weight.value.const_value
     assert tensor is not None
-    head = add_initializer(graph, f"{weight.name}.head", ir.Tensor(tensor.numpy()))
+    head = add_initializer(graph, weight.name + HEAD_SUFFIX, ir.Tensor(tensor.numpy()))
     for use in others:
         source = use.node.inputs[1]
         if use.kind == "tied":

@@ -1,5 +1,5 @@
-"""Narrow a lowered fp32 graph to fp16 or bf16, with Casts where the two meet. TensorRT networks are strongly typed: what the graph
-says is what runs.
+"""Narrow a lowered fp32 graph to fp16 or bf16, with Casts where the two meet. TensorRT networks are strongly typed: what the
+graph says is what runs.
 
 fp32 stays   norms and softmax; everything that depends on positions only (angles, cos, sin); the logits and what makes them from
              the head's product; the plugin's fp32 inputs
@@ -68,7 +68,7 @@ def assign_types(graph: ir.Graph) -> None:
             else:
                 source = {"Where": 1, "CastLike": 1, "DequantizeLinear": 1, "QuantizeLinear": 2}.get(node.op_type, 0)
                 first = node.inputs[source]
-                value.dtype = first.dtype if first is not None else None
+                value.type = ir.TensorType(first.dtype) if first is not None and first.dtype is not None else None
 
 
 def _wide_nodes(graph: ir.Graph) -> set[ir.Node]:
@@ -82,10 +82,10 @@ def _wide_nodes(graph: ir.Graph) -> set[ir.Node]:
             wide.add(node)
     pending = [value for value in graph.outputs if value.name == LOGITS]
     while pending:
-        node = pending.pop().producer()
-        if node is not None and node.op_type not in ("MatMul", "Gemm"):
-            wide.add(node)
-            pending.extend(value for value in node.inputs if value is not None)
+        maker = pending.pop().producer()
+        if maker is not None and maker.op_type not in ("MatMul", "Gemm"):
+            wide.add(maker)
+            pending.extend(value for value in maker.inputs if value is not None)
     wide.update(use.node for value in graph.outputs if value.name == LOGITS for use in value.uses())
     return wide
 
@@ -148,7 +148,10 @@ def _lazy(value: ir.Value, dtype: ir.DataType, name: str) -> ir.LazyTensor:
     tensor = value.const_value
     assert tensor is not None
     return ir.LazyTensor(
-        lambda: ir.Tensor(tensor.numpy().astype(_NUMPY[dtype]), dtype=dtype), dtype=dtype, shape=ir.Shape(tensor.shape), name=name
+        lambda: ir.Tensor(tensor.numpy().astype(_NUMPY[dtype]), dtype=dtype),
+        dtype=dtype,
+        shape=ir.Shape(tensor.shape.numpy()),
+        name=name,
     )
 
 

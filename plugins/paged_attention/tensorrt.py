@@ -10,6 +10,7 @@ only clears its output; kernels run in plugins that come from a plan.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,17 @@ from plugins.paged_attention import cubins
 from plugins.paged_attention.cuda_launch import Launcher, cuda_driver
 from plugins.paged_attention.tensorrt_op import NAME, NAMESPACE, VERSION, AttentionSpec
 from plugins.paged_attention.tensorrt_step import Launch, Pointer, StepShape, step_launches, workspace_bytes
+
+SOURCES = ("cubins", "cuda_launch", "kernels", "kv_write", "matrix", "tensorrt", "tensorrt_op", "tensorrt_step", "tuning")
+
+
+@lru_cache(maxsize=1)
+def sha256() -> str:
+    """Of everything a plan relies on: an engine runs only with the plugin and kernels it was built for."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()
 
 
 class KernelStore:

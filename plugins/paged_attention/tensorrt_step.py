@@ -1,4 +1,4 @@
-"""What one step of the attention node launches: kernels, grids, arguments and workspace, from shapes alone. Standard library only.
+"""What one step of the attention node launches: kernels, grids, arguments and workspace, from shapes alone.
 
     write_kv                  norm, rotary embedding, new keys and values into their pages, queries into the workspace
     plan, attention, merge    once for a step of one token per sequence; twice for a mixed one, decodes and prefills apart
@@ -28,11 +28,14 @@ class Pointer:
     offset: int = 0  # bytes
 
 
+Arguments = dict[str, "int | float | Pointer"]
+
+
 @dataclass(frozen=True)
 class Launch:
     kernel: str
     grid: tuple[int, int, int]
-    arguments: dict[str, int | float | Pointer]
+    arguments: Arguments
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def step_launches(spec: AttentionSpec, query_dtype: str, arch: int, num_sms: int
     scratch = _query_bytes(spec, shape.num_tokens)
     row = spec.q_width + 2 * spec.kv_width
     unused = Pointer("out")  # a valid address for parameters that are not read
-    scales = {name: Pointer(name) if spec.has_scales else unused for name in ("k_scale", "v_scale")}
+    scales: Arguments = {name: Pointer(name) if spec.has_scales else unused for name in ("k_scale", "v_scale")}
     sinks = Pointer("sinks") if spec.has_sinks else unused
     heads = tuning.WRITE_HEADS
     programs = -(-spec.num_heads // heads) + -(-spec.num_kv_heads // heads)
@@ -157,8 +160,8 @@ def step_launches(spec: AttentionSpec, query_dtype: str, arch: int, num_sms: int
         plan = Pointer("workspace", scratch)
         partial = Pointer("workspace", scratch + grid.plan_bytes)
         partial_lse = Pointer("workspace", scratch + grid.plan_bytes + grid.partial_bytes)
-        rows = {"query_start_loc": Pointer("query_start_loc"), "plan": plan, "num_seqs": shape.num_seqs}
-        heads_and_sinks = {
+        rows: Arguments = {"query_start_loc": Pointer("query_start_loc"), "plan": plan, "num_seqs": shape.num_seqs}
+        heads_and_sinks: Arguments = {
             "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "sinks": sinks, "has_sinks": spec.has_sinks,
         }  # fmt: skip
         launches += [

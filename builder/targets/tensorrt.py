@@ -1,0 +1,270 @@
+"""The TensorRT targets: canonical graph → one serialized plan per GPU architecture. Builds with no GPU in the machine (RTX).
+
+    plan/sm89.plan      engine for SM89, weights inside
+    plan/kernels/sm89   attention and sampling kernels the plugin launches
+
+Arithmetic is 16 bit with fp32 where tensorrt_types.py says so; products accumulate in fp32. Whether TensorRT kept every weight in
+the type it was given is read back from the plan (tensorrt_check.py).
+
+Units    bytes unless the name says otherwise
+Raises   UnsupportedModel, BuildError for options and TensorRT's refusals; PrecisionLost when a weight was widened
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from builder.calibrate import calibrate
+from builder.fuse.graph import is_op
+from builder.targets import tensorrt_kernels, tensorrt_quantize
+from builder.targets.buckets import Profile, decode_buckets, profiles
+from builder.targets.tensorrt_adapter import MODULES, RTX_ARCHITECTURES, TENSORRT_RTX, Adapter, BuildOptions, BuiltPlan
+from builder.targets.tensorrt_check import Stored, bytes_per_weight, check_plan
+from builder.targets.tensorrt_lower import KVScales, Lowered, lower
+from builder.targets.tensorrt_types import narrow
+from plugins.paged_attention import tensorrt as plugin
+from plugins.paged_attention import tensorrt_op
+from plugins.paged_attention.op import DOMAIN, PAGED_ATTENTION
+from plugins.paged_attention.tuning import ARCHITECTURES, KV_BYTES
+from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
+from runtime.errors import BuildError, FusionMismatch
+
+PRECISIONS = tensorrt_quantize.PRECISIONS
+KV_DTYPES = ("auto", "f16", "bf16", "f8", "i8")
+KINDS = {"f16": "fp16", "bf16": "bf16", "f8": "fp8", "i8": "int8"}  # manifest's names → the kernels'
+BLOCK_SIZE = 64
+LAYOUT = "paged-heads-first"  # [num_blocks, Hkv, block_size, D], keys and values apart
+KERNELS_DIR = "kernels"
+_LARGEST = {"fp8": 448.0, "int8": 127.0}
+_DTYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+
+
+def activations(precision: str) -> str:
+    """The 16-bit type of what is not quantized."""
+    return "bf16" if precision == "bf16" else "fp16"
+
+
+def resolve_kv_dtype(requested: str, precision: str) -> tuple[str, str]:
+    """(key, value) types for `--kv-cache-dtype`: auto, one of KV_DTYPES, or keys:values. "auto" follows the activations."""
+    own = {"fp16": "f16", "bf16": "bf16"}[activations(precision)]
+    key, _, value = requested.partition(":")
+    chosen = tuple(own if each == "auto" else each for each in (key, value or key))
+    for each in chosen:
+        if each not in KV_DTYPES:
+            raise BuildError(
+                f"the TensorRT targets cannot store the KV cache as {each}; choose one of {', '.join(KV_DTYPES)}, or KEYS:VALUES"
+            )
+        if each in ("f16", "bf16") and each != own:
+            raise BuildError(
+                f"with --precision {precision} attention computes in {activations(precision)}, so 16-bit keys and values are "
+                f"{own}, not {each}; use {own}, f8 or i8"
+            )
+    return chosen[0], chosen[1]
+
+
+def resolve_architectures(target: str, requested: Sequence[str]) -> tuple[str, ...]:
+    """`requested` empty: sm89 and sm120 for RTX."""
+    known = RTX_ARCHITECTURES if target == TENSORRT_RTX else tuple(f"sm{arch}" for arch in ARCHITECTURES)
+    chosen = tuple(requested) or (("sm89", "sm120") if target == TENSORRT_RTX else ())
+    for arch in chosen:
+        if arch not in known:
+            raise BuildError(f"--target {target} does not build for {arch}; it builds for {', '.join(known)}")
+    if target != TENSORRT_RTX and len(chosen) != 1:
+        raise BuildError(
+            f"--target {target} builds for the GPU of this machine, so --target-arch must name its architecture alone, as in sm90"
+        )
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------------------------ calibration
+
+
+@dataclass(frozen=True)
+class Calibration:
+    amax: dict[str, Any] = field(default_factory=dict)  # activation → its largest magnitude
+    kv_scales: KVScales = field(default_factory=dict)
+    sha256: str = ""  # of the tokens; empty when nothing was calibrated
+
+
+def calibrate_for(
+    canonical: Path,
+    model: ir.Model,
+    precision: str,
+    kv: tuple[str, str],
+    token_ids: Callable[[], Sequence[int]],
+    num_threads: int,
+) -> Calibration:
+    """What the precision needs of ranges; runs nothing when that is none. `model` is the graph in `canonical`, unquantized."""
+    tensors: dict[str, int | None] = {}
+    if precision == "fp8":
+        tensors.update(dict.fromkeys(tensorrt_quantize.activation_names(model)))
+    kinds = [KINDS[each] for each in kv]
+    nodes = [node for node in model.graph if is_op(node, PAGED_ATTENTION, DOMAIN)]
+    eight_bit = any(kind in _LARGEST for kind in kinds)
+    if eight_bit:
+        tensors.update({str(value.name): 1 for node in nodes for value in node.inputs[1:3] if value is not None})
+    if not tensors:
+        return Calibration()
+    tokens = list(token_ids())
+    amax = calibrate(canonical, tokens, tensors, num_threads=num_threads)
+    scales = {}
+    for node in nodes if eight_bit else ():
+        pair = []
+        for value, kind in zip(node.inputs[1:3], kinds, strict=True):
+            assert value is not None
+            largest = amax.pop(str(value.name))
+            pair.append(np.where(largest > 0, largest / _LARGEST.get(kind, 1.0), 1.0).astype(np.float32))
+        scales[node.attributes.get_int("layer", 0)] = (pair[0], pair[1])
+    return Calibration(amax, scales, hashlib.sha256(np.array(tokens, np.int64).tobytes()).hexdigest())
+
+
+# ----------------------------------------------------------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """As the cpu target's, with what only GPUs have."""
+
+    plan: dict[str, str]
+    kv_cache: KVSpec
+    libraries: dict[str, str]
+    weight_bytes: int  # of the largest plan
+    activations: str
+    details: dict[str, Any]
+    runtime_types: dict[str, int]  # "layer type:output type" → layers of the network
+    compile_ms: float
+    gpu_architectures: tuple[str, ...]
+    buckets: tuple[int, ...]
+    profiles: tuple[dict[str, Any], ...]
+    plugin_sha256: str
+    weights: dict[str, list[Stored]]  # architecture → what its plan holds
+    plans: dict[str, BuiltPlan]
+    lowered: Lowered
+
+
+def build_plan(
+    quantized: ir.Model,
+    plan_dir: Path,
+    spec: ModelSpec,
+    *,
+    roles: Mapping[str, str],
+    target: str,
+    precision: str,
+    kv: tuple[str, str],
+    architectures: Sequence[str],
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    work_dir: Path,
+    kv_scales: KVScales | None = None,
+    block_size: int = BLOCK_SIZE,
+    options: BuildOptions | None = None,
+    with_kernels: bool = True,
+) -> PlanResult:
+    """Write the plans into `plan_dir` and check them. The lowered graph stays in `work_dir`, as model.onnx and weights.bin.
+
+    `roles`          of tensorrt_quantize.roles, before it was quantized
+    `quantized`      of tensorrt_quantize.quantize; it is changed
+    `with_kernels`   False leaves the kernels out, for tests: such an engine cannot run
+    """
+    adapter = Adapter(target)
+    narrow_dtype = activations(precision)
+    kinds = (KINDS[kv[0]], KINDS[kv[1]])
+    lowered = lower(quantized, key_kind=kinds[0], value_kind=kinds[1], block_size=block_size, kv_scales=kv_scales)
+    narrow(quantized, _DTYPES[narrow_dtype])
+    work_dir.mkdir(parents=True, exist_ok=True)
+    plan_dir.mkdir(parents=True, exist_ok=True)
+    path = work_dir / "model.onnx"
+    ir.save(quantized, path, external_data="weights.bin")
+    graph = ir.load(path)  # its weights refer to the file just written
+
+    shapes = profiles(max_num_seqs, max_num_batched_tokens)
+    blocks_per_seq = -(-max_model_len // block_size)
+    plans: dict[str, BuiltPlan] = {}
+    weights: dict[str, list[Stored]] = {}
+    for arch in architectures:
+        if with_kernels:
+            capped = [each.softcap > 0 for each in lowered.attention]
+            wanted = tensorrt_kernels.variants(spec, narrow_dtype, *kinds, block_size, softcap=capped)
+            occupied = tensorrt_kernels.compile_kernels(wanted, arch, plan_dir / KERNELS_DIR)
+            for node in attention_nodes(graph):
+                for name, value in tensorrt_kernels.attributes(occupied, node.attributes.get_int("head_dim", 0)).items():
+                    node.attributes[name] = ir.AttrInt64(name, value)
+        ir.save(graph, path)
+        plugin.register(adapter.trt, arch=int(arch.removeprefix("sm")))
+        file = plan_dir / f"{arch}.plan"
+        plans[arch] = adapter.build(
+            path, file, shapes, blocks_per_seq=blocks_per_seq, arch=arch, options=options or BuildOptions()
+        )
+        _check_network(plans[arch], spec)
+        weights[arch] = check_plan(file, graph, roles)
+    files = {arch: f"{PLAN_DIR}/{arch}.plan" for arch in architectures}
+    if with_kernels:
+        files["kernels"] = f"{PLAN_DIR}/{KERNELS_DIR}"
+    first = plans[architectures[0]]
+    return PlanResult(
+        plan=files,
+        kv_cache=KVSpec(*kv, block_size, LAYOUT, kv_bytes_per_token(spec, kinds)),
+        libraries={MODULES[target]: adapter.version},
+        weight_bytes=max(plan.num_bytes for plan in plans.values()),
+        activations="fp8" if precision == "fp8" else narrow_dtype,
+        details={"arithmetic": narrow_dtype, "calibrated_kv_scales": bool(kv_scales)},
+        runtime_types=first.network.precisions,
+        compile_ms=1e3 * sum(plan.seconds for plan in plans.values()),
+        gpu_architectures=tuple(architectures),
+        buckets=decode_buckets(max_num_seqs),
+        profiles=tuple(_profile_dict(profile) for profile in shapes),
+        plugin_sha256=plugin.sha256(),
+        weights=weights,
+        plans=plans,
+        lowered=lowered,
+    )
+
+
+def attention_nodes(graph: ir.Model) -> list[ir.Node]:
+    return [node for node in graph.graph if node.domain == tensorrt_op.NODE_DOMAIN and node.op_type == tensorrt_op.NAME]
+
+
+def kv_bytes_per_token(spec: ModelSpec, kinds: Sequence[str]) -> int:
+    """Keys and values of all layers; their scales are constants of the plan."""
+    per_element = sum(KV_BYTES[kind] for kind in kinds)
+    return sum(layer.num_kv_heads * layer.head_dim * per_element for layer in spec.layers)
+
+
+def _check_network(plan: BuiltPlan, spec: ModelSpec) -> None:
+    if len(plan.network.plugins) != len(spec.layers):
+        raise FusionMismatch(
+            f"the network has {len(plan.network.plugins)} attention plugins for {len(spec.layers)} layers, so the others run as "
+            "something else; use the TensorRT version forgeline is tested with"
+        )
+
+
+def _profile_dict(profile: Profile) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in profile.to_dict().items()}
+
+
+def report(result: PlanResult) -> dict[str, Any]:
+    """Figures per architecture, for report.json."""
+    found: dict[str, Any] = {}
+    for arch, plan in result.plans.items():
+        by_role: dict[str, list[Stored]] = {}
+        for each in result.weights[arch]:
+            by_role.setdefault(each.role, []).append(each)
+        layers = [each for role in ("attention", "mlp") for each in by_role.get(role, ())]
+        found[arch] = {
+            "plan_bytes": plan.num_bytes,
+            "build_seconds": round(plan.seconds, 2),
+            "network_layers": plan.network.layers,
+            "attention_plugins": len(plan.network.plugins),
+            "bytes_per_weight": {role: round(bytes_per_weight(each), 4) for role, each in by_role.items() if role != "other"},
+            "layers_bytes_per_weight": round(bytes_per_weight(layers), 4),
+            "second_copies": sum(each.copies > 1 for each in result.weights[arch]),
+        }
+    return found
