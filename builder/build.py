@@ -16,7 +16,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
@@ -43,10 +43,15 @@ from runtime.contract import (
 )
 from runtime.errors import BuildError, EngineError
 
+if TYPE_CHECKING:
+    from builder.targets.compiled import Compiled
+    from runtime.executors.base import Executor
+
 DEFAULT_MAX_MODEL_LEN = 8192
 EVAL_CONTEXT = 512  # tokens per held-out window
 REFERENCE_BLOCK = 32
 EXPORT_DIR = ".canonical"  # inside the staging directory, when the cache is not used
+LOWERED_DIR = ".lowered"  # inside the staging directory
 STAGES = ("resolve", "export", "quantize", "compile", "accuracy", "bundle")
 
 
@@ -142,31 +147,20 @@ def _read_spec(canonical: Path) -> ModelSpec:
 
 
 def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpec, staging: Path, key: str) -> dict[str, Any]:
-    from builder.quantize import quantize
-    from builder.targets.openvino import build_plan, resolve_kv_dtype
-
     max_model_len = config.max_model_len or min(spec.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > spec.max_position_embeddings:
         raise BuildError(
             f"--max-model-len {max_model_len} exceeds the {spec.max_position_embeddings} positions {spec.name} was trained for; "
             f"use {spec.max_position_embeddings} or less"
         )
-    model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
-    key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model)
-    with stages("quantize"):
-        quantization = quantize(model, config.precision, group_size=config.group_size, progress=stages.progress)
-    with stages("compile"):
-        plan = build_plan(
-            model,
-            staging / PLAN_DIR,
-            spec,
-            key_dtype=key_dtype,
-            value_dtype=value_dtype,
-            precision=config.precision,
-            num_threads=len(os.sched_getaffinity(0)),
-        )
-        del model
-        gc.collect()
+    if config.target == "cpu":
+        plan = _compile_cpu(config, stages, canonical, spec, staging)
+    else:
+        from builder.targets.tensorrt_engine import compile_engine
+
+        plan = compile_engine(config, stages, canonical, spec, staging, staging / LOWERED_DIR, max_model_len)
+    quantization = plan.quantization
+    gc.collect()
     shutil.copytree(canonical / TOKENIZER_DIR, staging / TOKENIZER_DIR)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
@@ -181,6 +175,7 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
             embedding=quantization.dtype_of("embedding"),
             lm_head=quantization.dtype_of("lm_head"),
             group_size=quantization.group_size,
+            emulated=plan.emulated,
             details=plan.details,
         ),
         kv_cache=plan.kv_cache,
@@ -191,9 +186,10 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
         plan=plan.plan,
         checksums={},
         weight_bytes=plan.weight_bytes,
+        **plan.manifest,
     )
     with stages("accuracy"):
-        accuracy = _accuracy(config, canonical, staging, manifest, stages) if config.eval_tokens else {}
+        accuracy = _accuracy(config, canonical, staging, manifest, plan, stages) if config.eval_tokens else {}
     with stages("bundle"):
         files = sorted(file for place in (PLAN_DIR, TOKENIZER_DIR) for file in (staging / place).rglob("*") if file.is_file())
         build = {
@@ -214,8 +210,8 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
             "fusion": json.loads((canonical / "fusion.json").read_text(encoding="utf-8")),
             "weights": quantization.to_dict(),
             "memory": {
-                "key_dtype": key_dtype,
-                "value_dtype": value_dtype,
+                "key_dtype": plan.kv_cache.key_dtype,
+                "value_dtype": plan.kv_cache.value_dtype,
                 "block_size": plan.kv_cache.block_size,
                 "kv_bytes_per_token": plan.kv_cache.bytes_per_token,
                 "max_model_len": max_model_len,
@@ -226,28 +222,69 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
                 "runtime_types": plan.runtime_types,
                 "compile_ms": round(plan.compile_ms, 1),
             },
+            **plan.report,
             "accuracy": accuracy,
             "build": build,
         }
         write_report(staging, report)
-        shutil.rmtree(staging / EXPORT_DIR, ignore_errors=True)
+        for scratch in (EXPORT_DIR, LOWERED_DIR):
+            shutil.rmtree(staging / scratch, ignore_errors=True)
         (staging / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return report
 
 
-def _accuracy(config: BuildConfig, canonical: Path, staging: Path, manifest: Manifest, stages: Stages) -> dict[str, Any]:
+def _compile_cpu(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpec, staging: Path) -> Compiled:
+    from builder.quantize import quantize
+    from builder.targets.compiled import Compiled
+    from builder.targets.openvino import build_plan, resolve_kv_dtype
+    from runtime.executors.openvino import OpenVINOExecutor
+
+    threads = len(os.sched_getaffinity(0))
+    model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
+    key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model)
+    with stages("quantize"):
+        quantization = quantize(model, config.precision, group_size=config.group_size, progress=stages.progress)
+    with stages("compile"):
+        plan = build_plan(
+            model,
+            staging / PLAN_DIR,
+            spec,
+            key_dtype=key_dtype,
+            value_dtype=value_dtype,
+            precision=config.precision,
+            num_threads=threads,
+        )
+
+    def executor(manifest: Manifest, context: int) -> Executor:
+        return OpenVINOExecutor(staging, manifest, -(-context // manifest.kv_cache.block_size), threads)
+
+    return Compiled(
+        quantization=quantization,
+        plan=plan.plan,
+        kv_cache=plan.kv_cache,
+        libraries=plan.libraries,
+        weight_bytes=plan.weight_bytes,
+        activations=plan.activations,
+        details=plan.details,
+        runtime_types=plan.runtime_types,
+        compile_ms=plan.compile_ms,
+        executor=executor,
+    )
+
+
+def _accuracy(
+    config: BuildConfig, canonical: Path, staging: Path, manifest: Manifest, plan: Compiled, stages: Stages
+) -> dict[str, Any]:
     """The compiled engine on held-out text, beside the fp32 graph on the reference executor."""
     from builder.accuracy import compare
     from builder.data import heldout_text
-    from runtime.executors.openvino import OpenVINOExecutor
     from runtime.executors.reference import ReferenceExecutor
     from runtime.tokenizer import Tokenizer
 
     context = min(EVAL_CONTEXT, manifest.max_model_len)
-    threads = len(os.sched_getaffinity(0))
     token_ids = Tokenizer.load(staging / TOKENIZER_DIR).encode(heldout_text(), add_special_tokens=False)[: config.eval_tokens]
     reference = ReferenceExecutor(canonical / "model.onnx", num_blocks=-(-context // REFERENCE_BLOCK), block_size=REFERENCE_BLOCK)
-    candidate = OpenVINOExecutor(staging, manifest, -(-context // manifest.kv_cache.block_size), threads)
+    candidate = plan.executor(manifest, context)
     try:
         report = compare(reference, candidate, token_ids, context=context, batch=1, progress=stages.progress)
     finally:

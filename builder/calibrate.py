@@ -58,7 +58,9 @@ def calibrate(
             amax[name] = np.maximum(amax[name], found) if name in amax else np.asarray(found, np.float32)
     for name, found in amax.items():
         if not np.isfinite(found).all():
-            raise BuildError(f"calibration found values that are not finite in {name}; the checkpoint is damaged or overflows fp32")
+            raise BuildError(
+                f"calibration found values that are not finite in {name}; the checkpoint is damaged or overflows fp32"
+            )
     return amax
 
 

@@ -14,7 +14,8 @@ from runtime import __version__
 from runtime.contract import REPORT_JSON, load_manifest
 from runtime.errors import EngineError, ForgelineError, InvalidRequest
 
-KV_CACHE_DTYPES = ("auto", "f32", "f16", "u8")
+KV_CACHE_DTYPES = "cpu: auto, f32, f16, u8; tensorrt: auto, f16, bf16, f8, i8, or KEYS:VALUES such as f16:f8"
+_EVERY_PRECISION = tuple(dict.fromkeys(name for names in PRECISIONS.values() for name in names))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("model", help="Hugging Face directory, .gguf file, bundled name (smollm2-135m-instruct) or hub id")
     build.add_argument("--output", "--output_dir", type=Path, required=True, help="the engine directory")
     build.add_argument("--target", choices=TARGETS, default="cpu")
-    build.add_argument("--precision", choices=PRECISIONS, default="fp32")
-    build.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="auto: f32, f16 or u8 by precision")
+    build.add_argument("--precision", choices=_EVERY_PRECISION, help="default: fp32 on the CPU, fp16 on a GPU")
+    build.add_argument("--kv-cache-dtype", default="auto", help=KV_CACHE_DTYPES)
     build.add_argument(
         "--group-size", type=int, choices=(32, 64, 128), help="int4: weights per scale; default: the largest that fits"
     )
@@ -35,6 +36,11 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--max-num-seqs", type=int, default=32, help="sequences that may run at once")
     build.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step: the prefill chunk")
     build.add_argument("--eval-tokens", type=int, default=2048, help="held-out tokens for the accuracy report; 0: none")
+    build.add_argument("--target-arch", type=_names, default=(), help="GPU architectures, e.g. sm89,sm120: a plan for each")
+    build.add_argument("--workspace", type=_size, help="GPU memory a layer may use while it runs, e.g. 512M; default: no limit")
+    build.add_argument("--timing-cache", type=Path, help="file of the GPU builder's timings, read when it exists and written")
+    build.add_argument("--optimization-level", type=int, default=3, help="the GPU builder's effort, 0 to 5")
+    build.add_argument("--detailed-profiling", action="store_true", help="keep layer names in the plan, for profilers")
     build.add_argument("--no-cache", action="store_true", help="neither read nor write the build cache")
     build.add_argument("--json", action="store_true", help="print the report as JSON, errors too")
 
@@ -54,12 +60,25 @@ def parser() -> argparse.ArgumentParser:
     return main
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip().lower() for name in text.split(",") if name.strip())
+
+
+def _size(text: str) -> int:
+    """Bytes, with K, M or G for powers of 1024."""
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    number = text[:-1] if factor > 1 else text
+    if not number.isdigit() or not int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G")
+    return factor * int(number)
+
+
 def build(arguments: argparse.Namespace) -> dict[str, Any]:
     config = BuildConfig(
         source=arguments.model,
         output=arguments.output,
         target=arguments.target,
-        precision=arguments.precision,
+        precision=arguments.precision or PRECISIONS[arguments.target][0],
         kv_cache_dtype=arguments.kv_cache_dtype,
         group_size=arguments.group_size,
         max_model_len=arguments.max_model_len,
@@ -67,6 +86,11 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         eval_tokens=arguments.eval_tokens,
         use_cache=not arguments.no_cache,
+        target_arch=arguments.target_arch,
+        workspace=arguments.workspace,
+        timing_cache=arguments.timing_cache,
+        optimization_level=arguments.optimization_level,
+        detailed_profiling=arguments.detailed_profiling,
     )
     from builder.build import build as run
     from builder.report import summary

@@ -11,8 +11,11 @@ from pathlib import Path
 
 from runtime.errors import BuildError
 
-TARGETS = ("cpu",)
-PRECISIONS = ("fp32", "bf16", "int8", "int4")
+_GPU_PRECISIONS = ("fp16", "bf16", "fp8", "int8", "int4")
+PRECISIONS = {"cpu": ("fp32", "bf16", "int8", "int4"), "tensorrt": _GPU_PRECISIONS, "tensorrt-rtx": _GPU_PRECISIONS}
+TARGETS = tuple(PRECISIONS)
+_TARGET_PACKAGES = {"cpu": "openvino", "tensorrt": "tensorrt_cu13", "tensorrt-rtx": "tensorrt_rtx_cu13"}
+_NOT_IN_KEY = ("source", "output", "use_cache", "timing_cache")  # options that do not change the engine
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "openvino", "numpy")
 
 
@@ -29,15 +32,32 @@ class BuildConfig:
     max_num_batched_tokens: int = 512
     eval_tokens: int = 2048  # held-out tokens for the accuracy report; 0 = none
     use_cache: bool = True
+    # The TensorRT targets only
+    target_arch: tuple[str, ...] = ()  # such as ("sm89", "sm120"); empty: the target's default
+    workspace: int | None = None  # bytes a layer may use; None: as much as there is
+    timing_cache: Path | None = None  # file that is read and written
+    optimization_level: int = 3  # 0 to 5: the builder's effort
+    detailed_profiling: bool = False  # keep layer names in the plan
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise BuildError(f"unknown target {self.target!r}; the targets are {', '.join(TARGETS)}")
-        if self.precision not in PRECISIONS:
+        if self.precision not in PRECISIONS[self.target]:
             raise BuildError(
-                f"unknown precision {self.precision!r}; the precisions for {self.target} are {', '.join(PRECISIONS)}"
+                f"--precision {self.precision} is not available for --target {self.target}; its precisions are "
+                f"{', '.join(PRECISIONS[self.target])}"
             )
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "group_size"):
+        if self.target == "cpu":
+            for name, given in (
+                ("target-arch", self.target_arch),
+                ("workspace", self.workspace),
+                ("timing-cache", self.timing_cache),
+            ):
+                if given:
+                    raise BuildError(f"--{name} is for the TensorRT targets, not for --target cpu; leave it out")
+        if not 0 <= self.optimization_level <= 5:
+            raise BuildError(f"--optimization-level is {self.optimization_level} but must be from 0 to 5")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "group_size", "workspace"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BuildError(f"--{name.replace('_', '-')} is {value} but must be at least 1")
@@ -52,8 +72,9 @@ class BuildConfig:
     def key(self, source_sha256: str) -> str:
         """Hash of the model's content, every option that shapes the engine, this package's code and the libraries' versions."""
         options = dataclasses.asdict(self)
-        for name in ("source", "output", "use_cache"):
+        for name in _NOT_IN_KEY:
             del options[name]
+        options["target_library"] = _version(_TARGET_PACKAGES[self.target])
         return _digest({"source": source_sha256, "options": options, "code": code_sha256("builder", "plugins", "runtime")})
 
 

@@ -2,7 +2,8 @@
 
 What differs is here only: RTX builds for a named compute capability with no GPU in the machine; TensorRT builds for the GPU that
 is there. RTX's ONNX parser opens `libtensorrt_rtx.so` by that name when it meets a plugin, and aborts the process when it does
-not find it; its wheel has `libtensorrt_rtx.so.1` only, so a library of the first name that leads to the second is loaded beforehand.
+not find it; its wheel has `libtensorrt_rtx.so.1` only, so a library of the first name that leads to the second is loaded
+beforehand.
 
 Raises   BuildError with TensorRT's own words when the library is missing, does not parse or does not build
 """

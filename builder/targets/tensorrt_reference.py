@@ -70,7 +70,7 @@ def _expand(graph: ir.Graph, node: ir.Node) -> None:
         output.name, output.dtype, output.shape = name(spec.layer), ir.DataType.FLOAT, pool.shape
         graph.outputs.append(output)
     out = build.op("Reshape", [outputs[0], build.constant([-1, spec.q_width])])
-    out.dtype, out.shape = qkv.dtype, node.outputs[0].shape
+    out.type, out.shape = ir.TensorType(qkv.dtype), node.outputs[0].shape
     ir.convenience.replace_all_uses_with(node.outputs[0], out)
     graph.remove(node, safe=True)
 
@@ -116,10 +116,10 @@ def _widen_bfloat16(graph: ir.Graph) -> None:
         if value.dtype == ir.DataType.BFLOAT16:
             assert value.const_value is not None
             value.const_value = ir.Tensor(value.const_value.numpy().astype(np.float32), name=value.name)
-            value.dtype = ir.DataType.FLOAT
+            value.type = ir.TensorType(ir.DataType.FLOAT)
     for node in graph:
         if node.op_type == "Cast" and node.attributes["to"].value == int(ir.DataType.BFLOAT16):
             node.attributes["to"] = ir.AttrInt64("to", _FLOAT)
         for output in node.outputs:
             if output.dtype == ir.DataType.BFLOAT16:
-                output.dtype = ir.DataType.FLOAT
+                output.type = ir.TensorType(ir.DataType.FLOAT)

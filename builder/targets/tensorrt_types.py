@@ -44,7 +44,7 @@ def narrow(model: ir.Model, dtype: ir.DataType) -> None:
             continue
         for value in node.outputs:
             if value.dtype == ir.DataType.FLOAT:
-                value.dtype = dtype
+                value.type = ir.TensorType(dtype)
         if node.op_type == "Cast" and node.attributes["to"].value == int(ir.DataType.FLOAT):
             node.attributes["to"] = ir.AttrInt64("to", int(dtype))
     _widen_outputs(graph, casts)
@@ -60,11 +60,11 @@ def assign_types(graph: ir.Graph) -> None:
             if value.dtype is not None:
                 continue
             if node.op_type in _INT64_OPS:
-                value.dtype = ir.DataType.INT64
+                value.type = ir.TensorType(ir.DataType.INT64)
             elif node.op_type in _BOOL_OPS:
-                value.dtype = ir.DataType.BOOL
+                value.type = ir.TensorType(ir.DataType.BOOL)
             elif node.op_type == "Cast":
-                value.dtype = ir.DataType(node.attributes["to"].value)
+                value.type = ir.TensorType(ir.DataType(node.attributes["to"].value))
             else:
                 source = {"Where": 1, "CastLike": 1, "DequantizeLinear": 1, "QuantizeLinear": 2}.get(node.op_type, 0)
                 first = node.inputs[source]
