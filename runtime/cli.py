@@ -1,4 +1,4 @@
-"""`runtime generate | serve`: use an engine from the shell."""
+"""`runtime generate | serve | doctor`: use an engine from the shell."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--grpc-port", type=int, default=8001)
     serve.add_argument("--metrics-port", type=int, default=8002)
     serve.add_argument("--log-file", type=Path, help="Triton's log; default: standard error")
+
+    doctor = commands.add_parser("doctor", help="say what is on this machine and what will work on it")
+    doctor.add_argument("engine", type=Path, nargs="?", help="also say whether this engine loads here")
+    doctor.add_argument("--json", action="store_true")
     return main
 
 
@@ -112,10 +116,16 @@ def serve(arguments: argparse.Namespace) -> int:
     )
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    from runtime.doctor import doctor as report
+
+    return report(arguments.engine, as_json=arguments.json)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        return {"generate": generate, "serve": serve}[arguments.command](arguments)
+        return {"generate": generate, "serve": serve, "doctor": doctor}[arguments.command](arguments)
     except ForgelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
