@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from builder.config import PRECISIONS, TARGETS, BuildConfig
+from builder.trtllm_flags import translate
 from runtime import __version__
 from runtime.contract import REPORT_JSON, load_manifest
 from runtime.errors import EngineError, ForgelineError, InvalidRequest
@@ -132,9 +133,15 @@ def deploy(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    as_json = getattr(arguments, "json", False)
+    words = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in words
     try:
+        if words[:1] == ["build"]:
+            translated = translate(words[1:])
+            words[1:] = translated.argv
+            for note in translated.notes:
+                print(f"note: {note}", file=sys.stderr)
+        arguments = parser().parse_args(words)
         result = {"build": build, "inspect": inspect, "deploy": deploy}[arguments.command](arguments)
     except ForgelineError as error:
         if as_json:
