@@ -115,6 +115,7 @@ def _compile(spec: KernelSpec, arch: int, max_registers: int | None) -> KernelBi
         source_sha256=source_sha256(),
         sha256=hashlib.sha256(cubin).hexdigest(),
         cubin=cubin,
+        num_stages=spec.num_stages,
     )
 
 
@@ -138,11 +139,8 @@ def build_one(spec: KernelSpec, arch: int, out: Path) -> str:
     started = time.perf_counter()
     try:
         binary = cubins.load(out, arch, spec.name)
-        current = (binary.source_sha256, dict(spec.constants), spec.num_warps) == (
-            source_sha256(),
-            binary.constants,
-            binary.num_warps,
-        )
+        kept = binary.source_sha256, binary.constants, binary.num_warps, binary.num_stages
+        current = kept == (source_sha256(), dict(spec.constants), spec.num_warps, spec.num_stages)
     except (FileNotFoundError, ValueError):
         current = False
     if not current:

@@ -36,6 +36,7 @@ class KernelBinary:
     source_sha256: str  # of the kernels' source files
     sha256: str  # of the cubin
     cubin: bytes = field(repr=False, default=b"")
+    num_stages: int = 1
 
 
 def save(binary: KernelBinary, directory: Path) -> Path:

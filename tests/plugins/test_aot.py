@@ -71,12 +71,17 @@ def test_a_second_run_compiles_nothing(compiled):
     assert {path: path.stat().st_mtime_ns for path in compiled.rglob("*.cubin")} == files
 
 
-@pytest.mark.parametrize("change", ["nothing", "sources", "constants", "warps"])
+@pytest.mark.parametrize("change", ["nothing", "sources", "constants", "warps", "stages"])
 def test_a_kernel_is_kept_only_while_nothing_changed(tmp_path, monkeypatch, change):
     spec = matrix.plan(64)
     digest = hashlib.sha256(b"x").hexdigest()
     old = KernelBinary(spec.name, 80, "k", (), dict(spec.constants), 4, 0, 16, 0, "", aot.source_sha256(), digest, b"x")
-    stale: dict = {"sources": {"source_sha256": "older"}, "constants": {"constants": {"TILE": 32}}, "warps": {"num_warps": 8}}
+    stale: dict = {
+        "sources": {"source_sha256": "older"},
+        "constants": {"constants": {"TILE": 32}},
+        "warps": {"num_warps": 8},
+        "stages": {"num_stages": 2},
+    }
     cubins.save(dataclasses.replace(old, **stale.get(change, {})), tmp_path)
     calls = []
     monkeypatch.setattr(aot, "compile_kernel", lambda *job: calls.append(job) or old)
