@@ -15,7 +15,7 @@ from runtime import __version__
 from runtime.contract import REPORT_JSON, load_manifest
 from runtime.errors import EngineError, ForgelineError, InvalidRequest
 
-KV_CACHE_DTYPES = "cpu: auto, f32, f16, u8; tensorrt: auto, f16, bf16, f8, i8, or KEYS:VALUES such as f16:f8"
+KV_CACHE_DTYPES = ("auto", "f32", "f16", "bf16", "u8", "u4", "f8", "i8")  # of some target; each says which are its own
 _EVERY_PRECISION = tuple(dict.fromkeys(name for names in PRECISIONS.values() for name in names))
 
 
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--output", "--output_dir", type=Path, required=True, help="the engine directory")
     build.add_argument("--target", choices=TARGETS, default="cpu")
     build.add_argument("--precision", choices=_EVERY_PRECISION, help="default: fp32 on the CPU, fp16 on a GPU")
-    build.add_argument("--kv-cache-dtype", default="auto", help=KV_CACHE_DTYPES)
+    build.add_argument("--kv-cache-dtype", type=_kv_dtype, default="auto", help="auto: by precision; or KEYS:VALUES")
     build.add_argument(
         "--group-size", type=int, choices=(32, 64, 128), help="int4: weights per scale; default: the largest that fits"
     )
@@ -59,6 +59,13 @@ def parser() -> argparse.ArgumentParser:
         help="a parameter of the model, e.g. max_num_seqs=16 or decoupled_mode=false; repeat for several",
     )  # fmt: skip
     return main
+
+
+def _kv_dtype(text: str) -> str:
+    for each in text.split(":"):
+        if each not in KV_CACHE_DTYPES:
+            raise argparse.ArgumentTypeError(f"{each!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
+    return text
 
 
 def _names(text: str) -> tuple[str, ...]:

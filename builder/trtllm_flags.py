@@ -136,9 +136,9 @@ def _one(flag: Flag, name: str, value: str, result: Translation) -> None:
     if flag.becomes:
         if value not in flag.becomes:
             raise BuildError(f"--{name} is {value!r} but must be one of {', '.join(flag.becomes)}")
-        result.argv += flag.becomes[value]
+        result.argv.extend(flag.becomes[value])
     elif flag.outcome == MAPPED:
-        result.argv += [flag.to, value] if flag.to else [value]
+        result.argv.extend([flag.to, value] if flag.to else [value])
     elif flag.outcome == HONOURED and (not flag.values or value.lower() in flag.values):
         result.notes.append(f"--{name} {value}".rstrip() + f": {flag.reason}")
     else:

@@ -96,7 +96,7 @@ def test_options_out_of_range(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_unknown_option_and_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--frobnicate"], ["--precision", "fp7"], ["--kv-cache-dtype", "bf16"]):
+    for arguments in (["--frobnicate"], ["--precision", "fp7"], ["--kv-cache-dtype", "f99"]):
         with pytest.raises(SystemExit) as stop:
             builder(["build", str(TINY), "--output", "x", *arguments])
         assert stop.value.code == 2

@@ -12,74 +12,22 @@ from builder.trtllm_flags import FLAGS, HONOURED, MAPPED, REFUSED, table, transl
 from runtime.errors import BuildError
 
 # As trtllm-build listed them in its last release.
-NAMES = [
-    "checkpoint_dir",
-    "model_config",
-    "build_config",
-    "model_cls_file",
-    "model_cls_name",
-    "max_batch_size",
-    "max_input_len",
-    "max_seq_len",
-    "max_decoder_seq_len",
-    "max_beam_width",
-    "max_num_tokens",
-    "opt_num_tokens",
-    "max_encoder_input_len",
-    "max_prompt_embedding_table_size",
-    "max_multimodal_len",
-    "kv_cache_type",
-    "paged_kv_cache",
-    "input_timing_cache",
-    "output_timing_cache",
-    "profiling_verbosity",
-    "strip_plan",
-    "weight_sparsity",
-    "weight_streaming",
-    "fast_build",
-    "workers",
-    "log_level",
-    "enable_debug_output",
-    "visualize_network",
-    "dry_run",
-    "monitor_memory",
-    "logits_dtype",
-    "gather_context_logits",
-    "gather_generation_logits",
-    "gather_all_token_logits",
-    "lora_dir",
-    "lora_ckpt_source",
-    "lora_target_modules",
-    "max_lora_rank",
-    "speculative_decoding_mode",
-    "max_draft_len",
-    "bert_attention_plugin",
-    "gpt_attention_plugin",
-    "gemm_plugin",
-    "gemm_swiglu_plugin",
-    "fp8_rowwise_gemm_plugin",
-    "lookup_plugin",
-    "lora_plugin",
-    "moe_plugin",
-    "mamba_conv1d_plugin",
-    "nccl_plugin",
-    "context_fmha",
-    "context_fmha_fp32_acc",
-    "remove_input_padding",
-    "tokens_per_block",
-    "use_paged_context_fmha",
-    "use_fp8_context_fmha",
-    "multiple_profiles",
-    "paged_state",
-    "streamingllm",
-    "reduce_fusion",
-    "user_buffer",
-]
+TEXT = """
+checkpoint_dir model_config build_config model_cls_file model_cls_name max_batch_size max_input_len max_seq_len
+max_decoder_seq_len max_beam_width max_num_tokens opt_num_tokens max_encoder_input_len max_prompt_embedding_table_size
+max_multimodal_len kv_cache_type paged_kv_cache input_timing_cache output_timing_cache profiling_verbosity strip_plan
+weight_sparsity weight_streaming fast_build workers log_level enable_debug_output visualize_network dry_run monitor_memory
+logits_dtype gather_context_logits gather_generation_logits gather_all_token_logits lora_dir lora_ckpt_source
+lora_target_modules max_lora_rank speculative_decoding_mode max_draft_len bert_attention_plugin gpt_attention_plugin gemm_plugin
+gemm_swiglu_plugin fp8_rowwise_gemm_plugin lookup_plugin lora_plugin moe_plugin mamba_conv1d_plugin nccl_plugin context_fmha
+context_fmha_fp32_acc remove_input_padding tokens_per_block use_paged_context_fmha use_fp8_context_fmha multiple_profiles
+paged_state streamingllm reduce_fusion user_buffer
+"""
 
 
 def test_every_flag_has_one_outcome():
     names = [name for flag in FLAGS for name in flag.names]
-    assert sorted(names) == sorted(NAMES)
+    assert sorted(names) == sorted(TEXT.split())
     assert {flag.outcome for flag in FLAGS} == {MAPPED, HONOURED, REFUSED}
     assert [row[0] for row in table()] == [f"--{name}" for name in names]
     assert all(text for _, _, text in table())
