@@ -1,4 +1,4 @@
-"""`runtime generate | serve | doctor`: use an engine from the shell."""
+"""`runtime generate | serve | doctor | bench`: use an engine from the shell."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime import __version__
+from runtime.bench.cli import HELP, add_options
 from runtime.errors import ForgelineError, InvalidRequest
 
 
@@ -43,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what is on this machine and what will work on it")
     doctor.add_argument("engine", type=Path, nargs="?", help="also say whether this engine loads here")
     doctor.add_argument("--json", action="store_true")
+
+    bench = commands.add_parser("bench", help=HELP, description=HELP[0].upper() + HELP[1:] + ".")
+    add_options(bench)
+    _engine_options(bench)
     return main
 
 
@@ -122,10 +127,16 @@ def doctor(arguments: argparse.Namespace) -> int:
     return report(arguments.engine, as_json=arguments.json)
 
 
+def bench(arguments: argparse.Namespace) -> int:
+    from runtime.bench.cli import run
+
+    return run(arguments, _options(arguments.set))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        return {"generate": generate, "serve": serve, "doctor": doctor}[arguments.command](arguments)
+        return {"generate": generate, "serve": serve, "doctor": doctor, "bench": bench}[arguments.command](arguments)
     except ForgelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

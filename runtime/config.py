@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -79,23 +80,42 @@ def free_memory_bytes() -> int:
     return available
 
 
+def machine_name() -> str:
+    """What measurements hold for: the CPU's name and how many of its threads this process may use."""
+    model = platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    except OSError:
+        pass
+    return f"{model}, {len(os.sched_getaffinity(0))} threads"
+
+
+def default_max_num_seqs(manifest: Manifest) -> int:
+    """The batch that `runtime bench --knee` found, when it was measured on a machine like this one; else the largest built."""
+    knee = manifest.knee
+    if knee and knee.get("machine") == machine_name():
+        return min(int(knee["max_num_seqs"]), manifest.max_num_seqs)
+    return manifest.max_num_seqs
+
+
 def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = None) -> ResolvedConfig:
     """`free_bytes` of the memory that will hold the KV cache; None: this machine's.
 
     Raises ManifestMismatch when a choice exceeds what the engine was built for, or the pool cannot hold one sequence.
     """
 
-    def limited(name: str) -> int:
+    def limited(name: str, default: int) -> int:
         built = getattr(manifest, name)
         asked = getattr(config, name)
         if asked is not None and asked > built:
             raise ManifestMismatch(
                 f"{name}={asked} exceeds the {built} the engine was built for; rebuild with --{name.replace('_', '-')} {asked}"
             )
-        return asked or built
+        return asked or default
 
-    max_model_len = limited("max_model_len")
-    max_num_seqs = limited("max_num_seqs")
+    max_model_len = limited("max_model_len", manifest.max_model_len)
+    max_num_seqs = limited("max_num_seqs", default_max_num_seqs(manifest))
     max_num_batched_tokens = config.max_num_batched_tokens or manifest.max_num_batched_tokens
     if max_num_batched_tokens < max_num_seqs:
         raise InvalidRequest(

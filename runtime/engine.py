@@ -252,7 +252,9 @@ class Engine:
                 except queue.Empty:
                     break
             stop = None in steps
+            start = time.perf_counter_ns()
             self._deliver(output for step in steps if step is not None for output in step)
+            self.loop.times.output_ns += time.perf_counter_ns() - start
 
     def _deliver(self, outputs: Iterable[TokenOutput]) -> None:
         grouped: dict[str, list[TokenOutput]] = {}

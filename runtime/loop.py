@@ -51,6 +51,7 @@ class StageTimes:
     sample_ns: int = 0
     update_ns: int = 0
     sink_ns: int = 0
+    output_ns: int = 0  # detokenizing and `on_output`, counted by the engine on its output thread
 
 
 def _discard(outputs: list[TokenOutput]) -> None:
