@@ -23,6 +23,6 @@ class Compiled:
     runtime_types: dict[str, int]
     compile_ms: float
     executor: Callable[[Manifest, int], Executor]  # (manifest, context tokens) → what accuracy is measured on
-    emulated: bool = False  # that executor stands in for hardware this machine lacks
+    emulated: bool = False  # arithmetic stands in for hardware this target lacks
     manifest: dict[str, Any] = field(default_factory=dict)  # fields of Manifest that only this target fills
     report: dict[str, Any] = field(default_factory=dict)  # sections of report.json beside "compiled"
