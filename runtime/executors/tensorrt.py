@@ -203,6 +203,10 @@ class TensorRTExecutor:
     def kv_cache_bytes(self) -> int:
         return self._pools.num_bytes
 
+    def contexts(self) -> list[Context]:
+        """Of the buckets."""
+        return list(self._contexts.values())
+
     def close(self) -> None:
         cuda = self._cuda
         cuda.synchronize(self._stream)

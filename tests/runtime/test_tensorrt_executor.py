@@ -1,6 +1,6 @@
-"""TensorRTExecutor on a GPU that exists on paper (fake_cuda.py): right tokens through padding and graphs, the rules of capture.
+"""TensorRTExecutor on a GPU that exists on paper: right tokens through padding and graphs, and the rules of capture.
 
-The fake fails a step the moment a rule is broken; the tests at the end break the executor on purpose and see that it does.
+fake_cuda.py and fake_tensorrt.py fail a step the moment a rule is broken; the tests at the end break the executor on purpose.
 """
 
 from __future__ import annotations
@@ -11,69 +11,38 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import NUM_LAYERS, SLOT_BYTES, FakeContext, FakeCudaRuntime, FakeEngine, FakeGpu, FakeTensorRT, RuleBroken
+from fake_cuda import FakeCudaRuntime, RuleBroken
+from fake_tensorrt import (
+    BLOCK,
+    NUM_BLOCKS,
+    NUM_LAYERS,
+    SLOT_BYTES,
+    VOCAB,
+    WIDTH,
+    FakeContext,
+    FakeEngine,
+    FakeTensorRT,
+    Rig,
+    make_manifest,
+)
 from fakes import FakeSampler, Recorder, expected_tokens, make_request, make_scheduler, next_state
 
-from builder.targets.buckets import decode_buckets, profiles, token_buckets
+from builder.targets.buckets import token_buckets
 from runtime.batch import BatchBuilder, StepInputs
-from runtime.contract import KVSpec, LayerSpec, Manifest, ModelSpec, PrecisionSpec
+from runtime.contract import KVSpec, Manifest
 from runtime.errors import EngineError, ManifestMismatch, UnsupportedFeature
 from runtime.executors import tensorrt_context, tensorrt_load, tensorrt_step
 from runtime.executors.cuda import Cuda
 from runtime.executors.tensorrt import TensorRTExecutor, runs
 from runtime.executors.tensorrt_buckets import Buckets, mixed_sizes
-from runtime.executors.tensorrt_load import Backend
 from runtime.executors.tensorrt_pools import LAYOUT, RESERVE_BYTES, check_fits
 from runtime.loop import Loop
 from runtime.request import FinishReason
 
-VOCAB, BLOCK, WIDTH, NUM_BLOCKS = 97, 4, 16, 64
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 8, 100
 SHAPES = [(1, 1, 1), (2, 2, 2), (4, 4, 4), (8, 8, 8), (64, 8, 8), (100, 8, 8)]
-
-
-def make_manifest(**changes: Any) -> Manifest:
-    facts: dict[str, Any] = {
-        "schema_version": 1, "forgeline_version": "0.1.0", "created": "", "target": "tensorrt",
-        "model": ModelSpec("paper", "Paper", "paper", VOCAB, 8, (LayerSpec(1, 1, 4),) * NUM_LAYERS, BLOCK * WIDTH),
-        "precision": PrecisionSpec("fp16", "fp16", "fp16", "fp16", "fp16"),
-        "kv_cache": KVSpec("f16", "f16", BLOCK, LAYOUT, 2 * NUM_LAYERS * SLOT_BYTES),
-        "max_model_len": BLOCK * WIDTH, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "libraries": {"tensorrt": "11.4.0"}, "plan": {"model": "plan/model.plan"}, "checksums": {}, "weight_bytes": 1 << 20,
-        "gpu_architectures": ("sm80", "sm89"), "buckets": decode_buckets(MAX_NUM_SEQS), "plugin_sha256": "c0ffee",
-    }  # fmt: skip
-    return Manifest(**{**facts, **changes})
-
-
-class Rig:
-    """A GPU, a TensorRT, an engine directory, and executors made of them."""
-
-    def __init__(self, directory: Path, **gpu: Any) -> None:
-        self.directory = directory
-        (directory / "plan").mkdir()
-        (directory / "plan" / "model.plan").write_bytes(b"plan" + bytes(100) + b"tail")
-        self.gpu = FakeGpu(**gpu)
-        bounds = [
-            tuple((built.num_tokens[side], built.num_seqs[side], built.num_logits[side]) for side in (0, 2))
-            for built in profiles(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)  # what the builder gives an engine
-        ]
-        self.engine = FakeEngine(self.gpu, bounds, table_width=WIDTH, block_size=BLOCK, vocab_size=VOCAB)
-        self.registered: list[Path] = []
-        self.trt = FakeTensorRT(self.engine)
-        self.cuda = Cuda(FakeCudaRuntime(self.gpu))
-        self.backend = Backend(self.trt, self.cuda, lambda _, place: self.registered.append(place), "c0ffee")
-
-    def executor(self, kind: type[TensorRTExecutor] = TensorRTExecutor, num_blocks: int = NUM_BLOCKS, **facts: Any) -> Any:
-        return kind(self.directory, make_manifest(**facts), num_blocks, backend=self.backend)
-
-    def calls_of(self, work: Callable[[], Any]) -> list[str]:
-        before = len(self.gpu.calls)
-        work()
-        return self.gpu.calls[before:]
 
 
 @pytest.fixture
@@ -348,6 +317,12 @@ def test_too_little_memory_says_how_many_tokens_would_fit(tmp_path: Path) -> Non
     rig = Rig(tmp_path, memory_bytes=RESERVE_BYTES + (4 << 20))
     with pytest.raises(ManifestMismatch, match=r"tokens would fit"):
         rig.executor(num_blocks=1 << 20)
+
+
+def test_a_library_that_cannot_defer_weights_loads_them_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FakeTensorRT.ICudaEngine, "load_weights_async")
+    assert rig.executor().execute(step([([1, 2], 0, [3])])).next_token.tolist() == [67]
+    assert "load_weights_async" not in rig.gpu.calls
 
 
 def test_a_damaged_plan_is_refused(rig: Rig) -> None:
