@@ -128,13 +128,13 @@ def _in_process(arguments: argparse.Namespace, options: Mapping[str, str], slo: 
         params = _params(arguments)
         settings = _settings(arguments, manifest) | {"options": _resolved(engine.config)}
         prompts = _prompts(arguments, manifest, engine.tokenizer, as_text=arguments.prompts == "text", seed=arguments.seed)
+        works = _works(arguments, prompts)
+        _check_lengths(works, engine.config.max_model_len)
+        arrivals = _arrivals(arguments, works)
         warm = _prompts(arguments, manifest, engine.tokenizer, as_text=arguments.prompts == "text", seed=~arguments.seed)
         session.warm_up(InProcessClient(engine, params), _random_works(arguments, warm, arguments.warmup))
         if arguments.knee:
             return _knee(arguments, engine, prompts, params, slo, settings)
-        works = _works(arguments, prompts)
-        _check_lengths(works, engine.config.max_model_len)
-        arrivals = _arrivals(arguments, works)
         progress = Progress(len(works), "requests", quiet=arguments.quiet)
         done = session.run_engine(
             engine, works, arrivals, params, slo=slo, progress=progress, directory=arguments.engine, peaks=peaks

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.bench.files import replace_text
 from runtime.contract import MANIFEST_FILE
 from runtime.errors import EngineError
 
@@ -82,12 +81,7 @@ def write(
     data["knee"] = {**dataclasses.asdict(knee), "slo_ms": dict(slo or {}), "curve": curve, **about}
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     try:
-        with tempfile.NamedTemporaryFile("w", dir=engine, prefix=".manifest.", delete=False, encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(file.name, path.stat().st_mode & 0o777)
-        os.replace(file.name, path)
+        replace_text(path, text)
     except OSError as error:
         raise EngineError(
             f"the knee cannot be written into {path} ({error.strerror}); run with --no-write to only print it"

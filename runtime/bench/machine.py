@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.bench.files import replace_text
 from runtime.bench.machine_code import Kernel, fp32_kernel, int8_kernel, read_kernel
 from runtime.config import machine_name
 
@@ -96,9 +96,7 @@ def store(found: Peaks) -> None:
     path = _cache_file(found.machine)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, **dataclasses.asdict(found)}, file, indent=2)
-        os.replace(file.name, path)
+        replace_text(path, json.dumps({"schema": SCHEMA, **dataclasses.asdict(found)}, indent=2))
     except OSError as error:
         log.warning("the machine's peaks cannot be cached in %s (%s)", path.parent, error)
 
