@@ -63,9 +63,12 @@ def find_server() -> ServerInstallation:
     binary = shutil.which("tritonserver")
     if binary is not None:
         return ServerInstallation(Path(binary).resolve())
+    remedy = "install it with `pip install 'forgeline[triton]'`"
+    if sys.version_info >= (3, 13):
+        remedy = "use Python 3.10 to 3.12, for which `pip install 'forgeline[triton]'` brings it"
     raise ServerError(
-        "tritonserver was not found, neither in this Python environment nor on PATH; install it with "
-        "`pip install 'forgeline[triton]'`, or run inside the image built from the Dockerfile"
+        f"tritonserver was not found, neither in this Python environment nor on PATH; {remedy}, "
+        "or run inside the image built from the Dockerfile"
     )
 
 
