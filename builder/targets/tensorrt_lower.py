@@ -81,6 +81,7 @@ def lower(
     _drop_pools(graph)
     attach_functions(model)  # of MoEExperts, to be inlined
     passes.InlinePass(criteria=lambda function: function.domain == DOMAIN and function.name == MOE_EXPERTS)(model)
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     passes.RemoveUnusedNodesPass()(model)
     model.functions.clear()  # a function of the plugin's name would be inlined by the parser
     model.opset_imports[tensorrt_op.NODE_DOMAIN] = 1

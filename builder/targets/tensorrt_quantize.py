@@ -34,11 +34,9 @@ _NARROW_BYTES = 2
 
 def activation_names(model: ir.Model) -> list[str]:
     """Inputs of the layers that `quantize(…, "fp8")` quantizes, in graph order, each once."""
-    names: dict[str, None] = {}
-    for weight in find_weights(model.graph):
-        if weight.role in ("attention", "mlp") and not _keep_reason(weight):
-            names.update((str(_layer_input(use.node).name), None) for use in weight.uses)
-    return list(names)
+    weights = [w for w in find_weights(model.graph) if w.role in ("attention", "mlp") and not _keep_reason(w)]
+    layers = {use.node for weight in weights for use in weight.uses}
+    return list(dict.fromkeys(str(_layer_input(node).name) for node in model.graph if node in layers))
 
 
 HEAD_SUFFIX = ".head"  # of the second copy of a table that is both looked up and multiplied

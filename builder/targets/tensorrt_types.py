@@ -28,7 +28,6 @@ _BOOL_OPS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And",
 def narrow(model: ir.Model, dtype: ir.DataType) -> None:
     """In place. `dtype` is FLOAT16 or BFLOAT16."""
     assert dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16), dtype
-    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     graph = model.graph
     assign_types(graph)
     wide = _wide_nodes(graph)
