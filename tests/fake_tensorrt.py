@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 from fake_cuda import POISON, FakeCudaRuntime, FakeGpu, require
-from fakes import next_state
+from fakes import expected_tokens, next_state
 
 from builder.targets.buckets import decode_buckets, profiles
+from runtime.batch import StepInputs
 from runtime.contract import KVSpec, LayerSpec, Manifest, ModelSpec, PrecisionSpec
 from runtime.executors.cuda import Cuda
 from runtime.executors.tensorrt import TensorRTExecutor
@@ -294,3 +295,38 @@ class Rig:
         before = len(self.gpu.calls)
         work()
         return self.gpu.calls[before:]
+
+
+def step(rows: list[tuple[list[int], int, list[int]]], wanted: list[int] | None = None) -> StepInputs:
+    """`rows` are (new tokens, tokens cached, blocks); logits of the last token of each row unless `wanted` says which."""
+    ids, positions, slots, starts, lens = [], [], [], [0], []
+    table = np.zeros((len(rows), max(len(blocks) for _, _, blocks in rows)), np.int32)
+    for row, (tokens, cached, blocks) in enumerate(rows):
+        table[row, : len(blocks)] = blocks
+        for position, token in enumerate(tokens, cached):
+            ids.append(token)
+            positions.append(position)
+            slots.append(blocks[position // BLOCK] * BLOCK + position % BLOCK)
+        starts.append(len(ids))
+        lens.append(cached + len(tokens))
+    return StepInputs(
+        input_ids=np.array(ids, np.int64),
+        positions=np.array(positions, np.int64),
+        slot_mapping=np.array(slots, np.int32),
+        block_table=table,
+        query_start_loc=np.array(starts, np.int32),
+        seq_lens=np.array(lens, np.int32),
+        logits_indices=np.array([end - 1 for end in starts[1:]] if wanted is None else wanted, np.int64),
+    )
+
+
+def placed(prompts: list[list[int]]) -> list[tuple[list[int], int, list[int]]]:
+    """Rows of new sequences, each in blocks of its own, from the last block down."""
+    rows, free = [], list(range(NUM_BLOCKS))
+    for prompt in prompts:
+        rows.append((prompt, 0, [free.pop() for _ in range(-(-len(prompt) // BLOCK))]))
+    return rows
+
+
+def token_after(tokens: list[int]) -> int:
+    return expected_tokens(tokens, 1, VOCAB)[0]

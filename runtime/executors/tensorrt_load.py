@@ -106,9 +106,12 @@ class LoadedEngine:
         """TensorRT-RTX reads from a plan's header whether it runs here."""
         ask = getattr(self._runtime, "get_engine_validity", None)
         if ask is not None:
-            validity, reasons = ask(self._blob)
+            validity, diagnostics = ask(self._blob)
             if validity == self._trt.EngineValidity.INVALID:
-                raise ManifestMismatch(f"{path} does not run on this GPU and driver ({reasons}); rebuild the engine for it")
+                raise ManifestMismatch(
+                    f"{self._trt.__name__} says that {path} does not run on this GPU and driver (diagnostics {diagnostics:#x}); "
+                    "rebuild the engine for it"
+                )
 
     def load_weights(self, stream: Any) -> None:
         """In stream order, without waiting; nothing to do when they are there already."""

@@ -117,6 +117,7 @@ class StepBuffer:
     def _update_table(self, table: npt.NDArray[np.int32]) -> int:
         """Take over the step's rows; how many rows, from the first, have to be sent. What lies right of a row is not read."""
         rows, width = table.shape
+        assert width <= self.table_width, f"a sequence of {width} blocks, in an engine for {self.table_width}"
         changed = np.flatnonzero((self._table[:rows, :width] != table).any(axis=1))
         self._table[:rows, :width] = table
         count = max(int(changed[-1]) + 1 if len(changed) else 0, self._unsent)
