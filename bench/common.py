@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import queue
@@ -17,6 +18,7 @@ import openvino
 
 from builder.build import build
 from builder.config import BuildConfig
+from runtime.contract import load_manifest
 from runtime.engine import Engine, Output
 from runtime.request import FinishReason, SamplingParams
 
@@ -28,9 +30,37 @@ TINY = ROOT / "tests" / "models" / "tiny-llama"
 def engine_directory(model: str, precision: str, **options: object) -> Path:
     """Build (or find, when unchanged) `bench/out/<model>-<precision>`; model is `tiny-llama` or a name `builder build` takes."""
     source = str(TINY) if model == "tiny-llama" else model
-    output = OUT / f"{model}-{precision}"
+    output = OUT / f"{Path(model).name}-{precision}"
     build(BuildConfig(source, output, precision=precision, eval_tokens=0, **options), quiet=True)  # type: ignore[arg-type]
     return output
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, model: str = "smollm2-135m-instruct", precision: str = "int8") -> None:
+    parser.add_argument("--engine", type=Path, help="an engine directory; otherwise --model is built")
+    parser.add_argument("--model", default=model, help="tiny-llama, or what `builder build` takes")
+    parser.add_argument("--precision", default=precision)
+    parser.add_argument("--repetitions", type=int, default=3)
+
+
+def chosen_engine(options: argparse.Namespace) -> Path:
+    return options.engine or engine_directory(options.model, options.precision)
+
+
+def facts(directory: Path) -> dict[str, object]:
+    """Of the engine, for the JSON line."""
+    manifest = load_manifest(directory, verify_checksums=False)
+    cache = manifest.kv_cache
+    return {
+        "model": manifest.model.name,
+        "precision": manifest.precision.name,
+        "kv_cache": f"{cache.key_dtype}:{cache.value_dtype}",
+        "eos_ignored": True,
+    }
+
+
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, object]:
+    """Median of the repetitions, and each of them."""
+    return {"median": round(median(values), digits), "all": [round(value, digits) for value in values]}
 
 
 def random_prompts(count: int, length: int, vocab_size: int, *, seed: int = 0, shared: int = 0) -> list[list[int]]:

@@ -79,6 +79,8 @@ def test_goodput_counts_requests_within_every_limit() -> None:
     assert figures["request_goodput"] == near(2 / 2.05)
     assert figures["slo_attainment"] == 0.5
     assert [meets(each, {"itl": 500.0}) for each in RECORDS] == [True, False, True, False]
+    uneven = record(4, 0.0, [(0.1, 1), (0.2, 1), (0.9, 1)])
+    assert not meets(uneven, {"itl": 500.0}), "the largest gap counts"
     assert [meets(each, {"e2el": 950.0}) for each in RECORDS] == [True, False, True, False]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ def test_text_prompts_have_exactly_the_tokens_asked_for(tokenizer: Tokenizer) ->
     assert [len(tokenizer.encode(text)) for text in texts] == [8, 9, 31, 64]  # type: ignore[arg-type]
     encoded = [tokenizer.encode(text) for text in texts]  # type: ignore[arg-type]
     assert encoded[0][:5] == encoded[3][:5] and encoded[2][8:] != encoded[3][8:31]
+
+
+class Framed:
+    """One token a word, and one special token before and after every text. Ids 64 … 103 are the words."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = [64 + (ord(word[0]) - 97) * 2 + (len(word) - 3) for word in text.split() if len(word) > 2]
+        return [0, *ids, 1] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(chr(97 + (token - 64) // 2) * (3 + (token - 64) % 2) for token in ids)
+
+
+def test_special_tokens_count_towards_the_length_of_text() -> None:
+    prompts = ids(vocab_size=104, tokenizer=Framed(), as_text=True)
+    text = prompts.make(8)
+    assert isinstance(text, str) and len(text.split()) == 6 and len(Framed().encode(text)) == 8
+    with pytest.raises(InvalidRequest, match="no text has 2 tokens"):
+        prompts.make(2)
 
 
 def test_text_needs_a_tokenizer() -> None:

@@ -1,4 +1,4 @@
-"""The load generator's clients against a real Triton: exact counts, the server's stage times, errors that stay with their request."""
+"""The load generator's clients against a real Triton: exact counts, stage times, errors that stay with their request."""
 
 from __future__ import annotations
 

@@ -1,0 +1,124 @@
+"""Ten thousand short requests: does memory grow, do latencies drift?
+
+    python bench/soak.py [--engine DIR] [--requests 10000] [--concurrency 16]
+
+Memory: a line through the resident set over the requests, with the 95 % confidence interval of its slope. The first fifth is left
+out: the KV pool becomes resident as its blocks are first used, so it is kept small enough to be used up by then. Latency: medians
+of the first and the last thousand. The client keeps two numbers per request, in arrays that exist from the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from common import add_engine_options, chosen_engine, facts, finish, random_prompts
+
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine, Output
+from runtime.request import FinishReason, SamplingParams
+
+Floats = npt.NDArray[np.float64]
+SAMPLES = 200  # of the resident set
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def slope(x: Floats, y: Floats) -> tuple[float, float]:
+    """Of the least-squares line, and half the width of its 95 % confidence interval (1.96 standard errors)."""
+    centred = x - x.mean()
+    value = float(centred @ (y - y.mean()) / (centred @ centred))
+    residuals = y - y.mean() - value * centred
+    error = float(np.sqrt(residuals @ residuals / (len(x) - 2) / (centred @ centred)))
+    return value, 1.96 * error
+
+
+def run(engine: Engine, options: argparse.Namespace) -> tuple[Floats, Floats, Floats]:
+    """Latency of each request in order of their start, and (requests done, resident bytes)."""
+    total = options.requests
+    pool = random_prompts(64, options.prompt_tokens, engine.manifest.model.vocab_size, seed=1)
+    params = SamplingParams(max_tokens=options.output_tokens, ignore_eos=True)
+    started, latency = np.zeros(total), np.zeros(total)
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    failures: list[str] = []
+
+    def submit(index: int) -> None:
+        def receive(output: Output) -> None:
+            if output.finish_reason is not None:
+                latency[index] = time.perf_counter() - started[index]
+                if output.finish_reason is not FinishReason.LENGTH:
+                    failures.append(f"request {index} ended with {output.finish_reason.value}: {output.error}")
+                done.put(index)
+
+        started[index] = time.perf_counter()
+        engine.submit(pool[index % len(pool)], params, on_output=receive)
+
+    every = max(1, total // SAMPLES)
+    counts, resident = [], []
+    for index in range(min(options.concurrency, total)):
+        submit(index)
+    submitted = min(options.concurrency, total)
+    for finished in range(1, total + 1):
+        done.get(timeout=300)
+        if failures:
+            raise SystemExit(f"error: {failures[0]}")
+        if submitted < total:
+            submit(submitted)
+            submitted += 1
+        if finished % every == 0:
+            counts.append(float(finished))
+            resident.append(float(resident_bytes()))
+    return latency, np.array(counts), np.array(resident)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--output-tokens", type=int, default=8)
+    parser.add_argument("--num-blocks", type=int, default=512, help="of the KV cache")
+    options = parser.parse_args(argv)
+
+    directory = chosen_engine(options)
+    with Engine.load(directory, RuntimeConfig(num_blocks=options.num_blocks, max_model_len=1024)) as engine:
+        latency, counts, resident = run(engine, options)
+        left = engine.stats()
+    late = counts > counts[-1] / 5
+    growth, interval = slope(counts[late], resident[late])
+    part = max(1, min(1000, options.requests // 3))
+    first, last = np.median(latency[:part]), np.median(latency[-part:])
+    finish(
+        "soak",
+        **facts(directory),
+        requests=options.requests,
+        concurrency=options.concurrency,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        num_blocks=options.num_blocks,
+        resident_mb={
+            "first": round(resident[0] / 1e6, 1),
+            "last": round(resident[-1] / 1e6, 1),
+            "max": round(resident.max() / 1e6, 1),
+        },
+        growth_bytes_per_request=round(growth, 1),
+        growth_interval_95=round(interval, 1),
+        growth_within_noise=bool(growth - interval <= 0),
+        latency_ms={"first": round(1e3 * float(first), 3), "last": round(1e3 * float(last), 3), "compared": part},
+        latency_ratio=round(float(last / first), 4),
+        blocks_in_use_at_the_end=left.num_used_blocks,
+        requests_left=left.num_running + left.num_waiting,
+    )
+
+
+if __name__ == "__main__":
+    main()
