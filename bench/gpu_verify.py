@@ -76,7 +76,7 @@ _ENGINES = ("gpu", "cuda-python", "library", "torch", "openvino")
 CHECKS = (
     Check("copy bandwidth", "gpu_bandwidth:copy_bandwidth", ("gpu", "torch"), 60),
     Check("skinny GEMM", "gpu_bandwidth:skinny_gemm", ("gpu", "torch"), 60),
-    Check("attention against reference", "gpu_attention:attention_correct", _KERNELS, 150, interpreted=True),
+    Check("attention against reference", "gpu_attention:attention_correct", _KERNELS, 200, interpreted=True),
     Check("KV write against reference", "gpu_write_sample:write_correct", _KERNELS, 60, interpreted=True),
     Check("sampling against CPU", "gpu_write_sample:sampling_correct", _KERNELS, 60, interpreted=True),
     Check("cubins against JIT", "gpu_cubins:cubins_match_jit", (*_KERNELS, "cuda-python"), 120),
