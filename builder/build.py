@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from builder import model_zoo
+from builder import gate, model_zoo
 from builder.bundle import atomic_directory, require_space
 from builder.cache import canonical_entry, prune, touch
 from builder.checkpoint import load_checkpoint, source_bytes, source_sha256
@@ -45,11 +45,8 @@ from runtime.errors import BuildError, EngineError
 
 if TYPE_CHECKING:
     from builder.targets.compiled import Compiled
-    from runtime.executors.base import Executor
 
 DEFAULT_MAX_MODEL_LEN = 8192
-EVAL_CONTEXT = 512  # tokens per held-out window
-REFERENCE_BLOCK = 32
 EXPORT_DIR = ".canonical"  # inside the staging directory, when the cache is not used
 LOWERED_DIR = ".lowered"  # inside the staging directory
 STAGES = ("resolve", "export", "quantize", "compile", "accuracy", "bundle")
@@ -146,6 +143,13 @@ def _read_spec(canonical: Path) -> ModelSpec:
 # --------------------------------------------------------------------------------------------------- target and accuracy
 
 
+@dataclass(frozen=True)
+class Attempt:
+    plan: Compiled
+    manifest: Manifest
+    accuracy: dict[str, Any]
+
+
 def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpec, staging: Path, key: str) -> dict[str, Any]:
     max_model_len = config.max_model_len or min(spec.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > spec.max_position_embeddings:
@@ -153,43 +157,10 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
             f"--max-model-len {max_model_len} exceeds the {spec.max_position_embeddings} positions {spec.name} was trained for; "
             f"use {spec.max_position_embeddings} or less"
         )
-    if config.target == "cpu":
-        plan = _compile_cpu(config, stages, canonical, spec, staging)
-    else:
-        from builder.targets.tensorrt_engine import compile_engine
-
-        plan = compile_engine(config, stages, canonical, spec, staging, staging / LOWERED_DIR, max_model_len)
-    quantization = plan.quantization
-    gc.collect()
     shutil.copytree(canonical / TOKENIZER_DIR, staging / TOKENIZER_DIR)
-    manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
-        forgeline_version=__version__,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        target=config.target,
-        model=spec,
-        precision=PrecisionSpec(
-            name=config.precision,
-            weights=quantization.dtype_of("mlp"),
-            activations=plan.activations,
-            embedding=quantization.dtype_of("embedding"),
-            lm_head=quantization.dtype_of("lm_head"),
-            group_size=quantization.group_size,
-            emulated=plan.emulated,
-            details=plan.details,
-        ),
-        kv_cache=plan.kv_cache,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        libraries=plan.libraries,
-        plan=plan.plan,
-        checksums={},
-        weight_bytes=plan.weight_bytes,
-        **plan.manifest,
-    )
-    with stages("accuracy"):
-        accuracy = _accuracy(config, canonical, staging, manifest, plan, stages) if config.eval_tokens else {}
+    attempt = _accepted(config, stages, canonical, spec, staging, max_model_len)
+    plan, manifest, accuracy = attempt.plan, attempt.manifest, attempt.accuracy
+    quantization = plan.quantization
     with stages("bundle"):
         files = sorted(file for place in (PLAN_DIR, TOKENIZER_DIR) for file in (staging / place).rglob("*") if file.is_file())
         build = {
@@ -233,61 +204,116 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
     return report
 
 
-def _compile_cpu(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpec, staging: Path) -> Compiled:
-    from builder.quantize import quantize
-    from builder.targets.compiled import Compiled
-    from builder.targets.openvino import build_plan, resolve_kv_dtype
-    from runtime.executors.openvino import OpenVINOExecutor
+def _accepted(
+    config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpec, staging: Path, max_model_len: int
+) -> Attempt:
+    """Compile and measure, with --fallback again and again, until the accuracy limits hold.
 
-    threads = len(os.sched_getaffinity(0))
-    model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
-    key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model)
-    with stages("quantize"):
-        quantization = quantize(model, config.precision, group_size=config.group_size, progress=stages.progress)
-    with stages("compile"):
-        plan = build_plan(
-            model,
-            staging / PLAN_DIR,
-            spec,
-            key_dtype=key_dtype,
-            value_dtype=value_dtype,
-            precision=config.precision,
-            num_threads=threads,
+    Raises  AccuracyGate
+    """
+    limits = gate.Limits(config.max_ppl_increase, config.max_kl)
+    overrides: dict[str, str] = {}
+    steps: list[dict[str, Any]] = []
+    count = 1
+    while True:
+        attempt = _attempt(config, stages, canonical, spec, staging, max_model_len, overrides)
+        if not attempt.accuracy:
+            return attempt
+        verdict = gate.check(attempt.accuracy, limits)
+        layers = attempt.plan.quantization.layers
+        attempt.accuracy["gate"] = {**dataclasses.asdict(limits), "passed": verdict.passed}
+        if verdict.passed:
+            attempt.accuracy["fallback"] = {"steps": steps, "raised": overrides} if steps else {}
+            return attempt
+        wider = (
+            gate.raised(config.precision, layers, overrides, count) if config.fallback and config.target == "cpu" else overrides
         )
+        if wider == overrides:
+            kv = attempt.plan.kv_cache
+            raise gate.refusal(
+                config.precision,
+                kv.key_dtype,
+                kv.value_dtype,
+                verdict,
+                layers,
+                attempt.accuracy.get("parts", {}),
+                static=attempt.manifest.precision.details.get("activation_scales") == "static",
+                fallback=config.fallback,
+            )
+        steps.append({"ppl_increase": verdict.ppl_increase, "mean_kl": verdict.mean_kl, "raised": len(overrides)})
+        stages.note(f"{'; '.join(verdict.failures)}: raising {len(wider)} of {len(layers)} layers")
+        overrides, count = wider, 2 * count
 
-    def executor(manifest: Manifest, context: int) -> Executor:
-        return OpenVINOExecutor(staging, manifest, -(-context // manifest.kv_cache.block_size), threads)
 
-    return Compiled(
-        quantization=quantization,
-        plan=plan.plan,
+def _attempt(
+    config: BuildConfig,
+    stages: Stages,
+    canonical: Path,
+    spec: ModelSpec,
+    staging: Path,
+    max_model_len: int,
+    overrides: dict[str, str],
+) -> Attempt:
+    if config.target == "cpu":
+        from builder.targets.openvino_engine import compile_engine as compile_cpu
+
+        plan = compile_cpu(config, stages, canonical, spec, staging, overrides)
+    else:
+        from builder.targets.tensorrt_engine import compile_engine
+
+        plan = compile_engine(config, stages, canonical, spec, staging, staging / LOWERED_DIR, max_model_len)
+    gc.collect()
+    quantization = plan.quantization
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        forgeline_version=__version__,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        target=config.target,
+        model=spec,
+        precision=PrecisionSpec(
+            name=config.precision,
+            weights=quantization.dtype_of("mlp"),
+            activations=plan.activations,
+            embedding=quantization.dtype_of("embedding"),
+            lm_head=quantization.dtype_of("lm_head"),
+            group_size=quantization.group_size,
+            emulated=plan.emulated,
+            details=plan.details,
+        ),
         kv_cache=plan.kv_cache,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         libraries=plan.libraries,
+        plan=plan.plan,
+        checksums={},
         weight_bytes=plan.weight_bytes,
-        activations=plan.activations,
-        details=plan.details,
-        runtime_types=plan.runtime_types,
-        compile_ms=plan.compile_ms,
-        executor=executor,
+        **plan.manifest,
     )
+    with stages("accuracy"):
+        accuracy = _accuracy(config, canonical, staging, manifest, plan, stages) if config.eval_tokens else {}
+    return Attempt(plan, manifest, accuracy)
 
 
 def _accuracy(
     config: BuildConfig, canonical: Path, staging: Path, manifest: Manifest, plan: Compiled, stages: Stages
 ) -> dict[str, Any]:
     """The compiled engine on held-out text, beside the fp32 graph on the reference executor."""
-    from builder.accuracy import compare
+    from builder.calibration_data import added_bos
     from builder.data import heldout_text
-    from runtime.executors.reference import ReferenceExecutor
+    from builder.judge import CONTEXT, judge, pool_tokens
     from runtime.tokenizer import Tokenizer
 
-    context = min(EVAL_CONTEXT, manifest.max_model_len)
-    token_ids = Tokenizer.load(staging / TOKENIZER_DIR).encode(heldout_text(), add_special_tokens=False)[: config.eval_tokens]
-    reference = ReferenceExecutor(canonical / "model.onnx", num_blocks=-(-context // REFERENCE_BLOCK), block_size=REFERENCE_BLOCK)
-    candidate = plan.executor(manifest, context)
-    try:
-        report = compare(reference, candidate, token_ids, context=context, batch=1, progress=stages.progress)
-    finally:
-        reference.close()
-        candidate.close()
-    return dataclasses.asdict(report)
+    context = min(CONTEXT, manifest.max_model_len)
+    tokenizer = Tokenizer.load(staging / TOKENIZER_DIR)
+    quantized = staging / manifest.plan["canonical"] if "canonical" in manifest.plan and plan.quantization.is_quantized else None
+    return judge(
+        canonical / "model.onnx",
+        lambda: plan.executor(manifest, pool_tokens(context)),
+        tokenizer.encode(heldout_text(), add_special_tokens=False)[: config.eval_tokens],
+        context=context,
+        bos_token_id=added_bos(tokenizer),
+        quantized_graph=quantized,
+        num_threads=len(os.sched_getaffinity(0)),
+        progress=stages.progress,
+    )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from builder.config import PRECISIONS, TARGETS, BuildConfig
+from builder.config import ACTIVATION_SCALES, METHODS, PRECISIONS, TARGETS, BuildConfig
 from builder.trtllm_flags import translate
 from runtime import __version__
 from runtime.contract import REPORT_JSON, load_manifest
@@ -37,6 +37,24 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--max-num-seqs", type=int, default=32, help="sequences that may run at once")
     build.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step: the prefill chunk")
     build.add_argument("--eval-tokens", type=int, default=2048, help="held-out tokens for the accuracy report; 0: none")
+    build.add_argument("--max-ppl-increase", type=float, default=5.0, help="per cent of perplexity that may be lost; default: 5")
+    build.add_argument("--max-kl", type=float, help="mean KL divergence, in nats, that may be reached; default: no limit")
+    build.add_argument("--fallback", action="store_true", help="raise the noisiest layers' precision until the limits hold")
+    build.add_argument(
+        "--quantize-lm-head",
+        action=argparse.BooleanOptionalAction,
+        help="LM head and embedding in int8; default: with int8 and int4 precisions on the CPU",
+    )
+    build.add_argument(
+        "--activation-scales", choices=ACTIVATION_SCALES, default="auto", help="auto: static for fp8, else dynamic"
+    )
+    build.add_argument(
+        "--calibration-data", type=Path, help=".txt, or .jsonl of texts, prompts or chats; default: a built-in text"
+    )
+    build.add_argument(
+        "--calibration-samples", type=int, default=32, help="windows of 512 tokens; 0: none, int4 rounds to nearest"
+    )
+    build.add_argument("--calibration-method", choices=METHODS, default="max", help="how a static range is chosen")
     build.add_argument("--target-arch", type=_names, default=(), help="GPU architectures, e.g. sm89,sm120: a plan for each")
     build.add_argument("--workspace", type=_size, help="GPU memory a layer may use while it runs, e.g. 512M; default: no limit")
     build.add_argument("--timing-cache", type=Path, help="file of the GPU builder's timings, read when it exists and written")
@@ -93,6 +111,14 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         eval_tokens=arguments.eval_tokens,
+        max_ppl_increase=arguments.max_ppl_increase,
+        max_kl=arguments.max_kl,
+        fallback=arguments.fallback,
+        quantize_lm_head=arguments.quantize_lm_head,
+        activation_scales=arguments.activation_scales,
+        calibration_data=arguments.calibration_data,
+        calibration_samples=arguments.calibration_samples,
+        calibration_method=arguments.calibration_method,
         use_cache=not arguments.no_cache,
         target_arch=arguments.target_arch,
         workspace=arguments.workspace,

@@ -12,9 +12,15 @@ from pathlib import Path
 from runtime.errors import BuildError
 
 _GPU_PRECISIONS = ("fp16", "bf16", "fp8", "int8", "int4")
-PRECISIONS = {"cpu": ("fp32", "bf16", "int8", "int4"), "tensorrt": _GPU_PRECISIONS, "tensorrt-rtx": _GPU_PRECISIONS}
+PRECISIONS = {
+    "cpu": ("fp32", "bf16", "int8", "int8-wo", "int8-sq", "int4", "fp8"),
+    "tensorrt": _GPU_PRECISIONS,
+    "tensorrt-rtx": _GPU_PRECISIONS,
+}
 TARGETS = tuple(PRECISIONS)
 _TARGET_PACKAGES = {"cpu": "openvino", "tensorrt": "tensorrt_cu13", "tensorrt-rtx": "tensorrt_rtx_cu13"}
+METHODS = ("max", "percentile", "mse", "entropy")  # of choosing a static range
+ACTIVATION_SCALES = ("auto", "dynamic", "static")
 _NOT_IN_KEY = ("source", "output", "use_cache", "timing_cache")  # options that do not change the engine
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "openvino", "numpy")
 
@@ -31,6 +37,14 @@ class BuildConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     eval_tokens: int = 2048  # held-out tokens for the accuracy report; 0 = none
+    max_ppl_increase: float = 5.0  # per cent; more fails the build
+    max_kl: float | None = None  # nats, mean over tokens; more fails the build
+    fallback: bool = False  # raise the precision of the noisiest layers instead of failing
+    quantize_lm_head: bool | None = None  # and the embedding; None: as the precision has it
+    activation_scales: str = "auto"  # dynamic, or static from calibration; auto: as the precision has it
+    calibration_data: Path | None = None  # None: the built-in text
+    calibration_samples: int = 32  # windows of 512 tokens; 0 = none: int4 rounds to nearest
+    calibration_method: str = "max"  # how a static range is chosen
     use_cache: bool = True
     # The TensorRT targets only
     target_arch: tuple[str, ...] = ()  # such as ("sm89", "sm120"); empty: the target's default
@@ -66,6 +80,16 @@ class BuildConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is smaller than --max-num-seqs {self.max_num_seqs}, "
                 f"so a full batch could not decode; raise it to at least {self.max_num_seqs}"
             )
+        for name in ("max_ppl_increase", "max_kl"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise BuildError(f"--{name.replace('_', '-')} is {value} but must be 0 or more")
+        if self.activation_scales not in ACTIVATION_SCALES:
+            raise BuildError(
+                f"unknown --activation-scales {self.activation_scales!r}; choose one of {', '.join(ACTIVATION_SCALES)}"
+            )
+        if self.calibration_samples < 0:
+            raise BuildError(f"--calibration-samples is {self.calibration_samples} but must be 0 or more")
         if self.eval_tokens < 0:
             raise BuildError(f"--eval-tokens is {self.eval_tokens} but must be 0 (no evaluation) or more")
 
@@ -74,6 +98,7 @@ class BuildConfig:
         options = dataclasses.asdict(self)
         for name in _NOT_IN_KEY:
             del options[name]
+        options["calibration_data"] = content_sha256(self.calibration_data)
         options["target_library"] = _version(_TARGET_PACKAGES[self.target])
         return _digest({"source": source_sha256, "options": options, "code": code_sha256("builder", "plugins", "runtime")})
 
@@ -100,6 +125,15 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def content_sha256(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise BuildError(f"{path} cannot be read ({error.strerror}); give a readable .txt or .jsonl file") from error
 
 
 def code_sha256(*parts: str) -> str:

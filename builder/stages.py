@@ -15,6 +15,7 @@ class Stages:
     """`with stages("export"): ...` times a stage and moves the bar."""
 
     def __init__(self, names: tuple[str, ...], *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self.seconds: dict[str, float] = {}
         self._lines = not quiet and not sys.stderr.isatty()  # a log file gets a line per stage instead of a bar
         self._bar = tqdm(
@@ -46,6 +47,11 @@ class Stages:
         if self._lines and tenth != self._tenth and done < total:
             print(f"{self._name:<12}{done}/{total}", file=sys.stderr, flush=True)
         self._tenth = tenth
+
+    def note(self, text: str) -> None:
+        """A line above the bar."""
+        if not self._quiet:
+            tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()

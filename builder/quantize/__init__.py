@@ -1,28 +1,39 @@
-"""Precision of the canonical graph's weights: one scheme per file, the choice of scheme per class of tensors here.
+"""Precision of the canonical graph: which type each class of tensors gets, by scheme; how to round is one file per scheme.
 
-    scheme   attention, mlp      embedding, lm_head
-    fp32     as exported         as exported
-    bf16     bf16                bf16
-    int8     int8 per channel    int8 per row
-    int4     int4 in groups      int8 per row: they are read once per token, and decide it
+    scheme    attention, mlp        their inputs                        embedding, lm_head
+    fp32      as exported                                               as exported
+    bf16      bf16                                                      bf16
+    int8-wo   int8 per channel      as they are                         int8 per row
+    int8      int8 per channel      int8, dynamic                       int8 per row
+    int8-sq   int8 per channel, after SmoothQuant; else as int8
+    int4      int4 in groups        int8, dynamic                       int8 per row
+    fp8       E4M3 per channel      E4M3, static                        as exported
 
-The result stays standard ONNX. A head equal to the embedding is stored once, whatever the scheme.
+Embedding and head in int8 are read once per token and are a quarter to a half of a small model; `tables` decides otherwise. The
+result stays standard ONNX: Q/DQ, and functions of standard ops where a scale depends on the values seen. A head equal to the
+embedding is stored once, whatever the scheme.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
-from builder.quantize import cast, weight_only
+from builder.observe import TensorStats
+from builder.quantize import activations, cast, fp8, gptq, ops, ranges, smoothquant, weight_only
+from builder.quantize.scheme import SCHEMES as SCHEMES
+from builder.quantize.scheme import Scheme, scheme_of
+from builder.quantize.weight_only import Quantized
 from builder.quantize.weights import CLASSES, Weight, feeds_experts, find_weights, float_initializers, tie
 from runtime.errors import BuildError
 
-SCHEMES = ("fp32", "bf16", "int8", "int4")
+MAX_DB = 200.0  # stands for "no error at all"
 
 
 @dataclass
@@ -38,6 +49,16 @@ class ClassReport:
         return self.num_bytes / self.num_weights if self.num_weights else 0.0
 
 
+@dataclass(frozen=True)
+class LayerReport:
+    """A quantized layer on its calibration samples: how far its output stands above its error."""
+
+    dtype: str
+    sqnr_db: float
+    weights_db: float  # with exact inputs
+    activations_db: float  # with exact weights
+
+
 @dataclass
 class QuantizationReport:
     scheme: str
@@ -45,7 +66,15 @@ class QuantizationReport:
     classes: dict[str, ClassReport] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)  # int4 weight → its group size
     skipped: dict[str, str] = field(default_factory=dict)  # weight → why it kept a wider type than the scheme's
+    rounding: dict[str, str] = field(default_factory=dict)  # int4 weight → nearest or gptq
+    layers: dict[str, LayerReport] = field(default_factory=dict)  # by weight, where there were samples
+    activation_group_size: int = 0  # dynamic: values per scale; 0 = per token, static or none
     tied: bool = False  # the embedding serves as head and is counted once, under embedding
+
+    @property
+    def is_quantized(self) -> bool:
+        """Is any weight stored in a type of eight bits or fewer?"""
+        return any(entry.dtype not in ("fp32", "fp16", "bf16") for entry in self.classes.values())
 
     @property
     def num_weights(self) -> int:
@@ -70,6 +99,10 @@ class QuantizationReport:
         role = "embedding" if role == "lm_head" and self.tied else role
         return self.classes[role].dtype if role in self.classes else "fp32"
 
+    def worst_layers(self) -> list[tuple[str, LayerReport]]:
+        """The noisiest first."""
+        return sorted(self.layers.items(), key=lambda item: (item[1].sqnr_db, item[0]))
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "scheme": self.scheme,
@@ -81,79 +114,214 @@ class QuantizationReport:
             "tied_embedding": self.tied,
             "classes": {name: {**asdict(c), "bytes_per_weight": c.bytes_per_weight} for name, c in self.classes.items()},
             "skipped": dict(self.skipped),
+            "rounding": {how: sum(r == how for r in self.rounding.values()) for how in sorted(set(self.rounding.values()))},
+            "layers": {name: asdict(layer) for name, layer in self.worst_layers()},
         }
 
 
 def quantize(
-    model: ir.Model, scheme: str, *, group_size: int | None = None, progress: Callable[[int, int], None] | None = None
+    model: ir.Model,
+    scheme: str,
+    *,
+    group_size: int | None = None,
+    tables: bool | None = None,
+    static_activations: bool | None = None,
+    calibration_method: str = "max",
+    stats: Mapping[str, TensorStats] | None = None,
+    overrides: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> QuantizationReport:
     """Quantize in place.
 
-    `group_size` of int4: None takes the largest of 128, 64, 32 that divides the width of every layer; a layer whose width a given
-    one does not divide takes the next smaller that does.
+    group_size           of int4: None takes the largest of 128, 64, 32 that divides every layer's width; a layer whose width a
+                         given one does not divide takes the next smaller that does
+    tables               embedding and LM head too; None: as the scheme has it
+    static_activations   one calibrated scale per tensor; None: as the scheme has it
+    stats                by name of `layer_inputs`: needed for static scales and SmoothQuant; with second moments int4 rounds by
+                         GPTQ; with samples the report has each layer's signal-to-noise ratio
+    overrides            weight → a wider type than the scheme's: int8, bf16 or fp32
+    progress             called with (weights done, of how many)
 
-    progress   called with (weights done, of how many)
-    Raises     BuildError for an unknown scheme or group size
+    Raises     BuildError for an unknown scheme or group size, or when calibration is missing
     """
-    if scheme not in SCHEMES:
-        raise BuildError(f"unknown precision {scheme!r}; the precisions are {', '.join(SCHEMES)}")
+    plan = scheme_of(scheme)
     if group_size is not None and (group_size < 16 or group_size % 16):
         raise BuildError(f"group_size is {group_size} but must be a multiple of 16, such as 32, 64 or 128")
-    graph = model.graph
+    static = plan.static if static_activations is None else static_activations
+    graph, stats = model.graph, dict(stats or {})
     tie(graph)
+    if plan.smooth:
+        stats = smoothquant.smooth(graph, stats, static=static, method=calibration_method, skip=frozenset(overrides or ()))
     weights = find_weights(graph)
     report = QuantizationReport(scheme, tied=any({"lookup", "tied"} <= {use.kind for use in w.uses} for w in weights))
     counts: dict[str, dict[str, int]] = {}
-    if scheme == "int4" and group_size is None:
-        group_size = weight_only.common_group_size(weight.width for weight in weights if _takes_int4(weight))
+    choice = _Choice(plan, plan.tables if tables is None else tables, dict(overrides or {}))
+    layers = [_layer(weight, choice, group_size, report) for weight in weights]
+    if plan.weights == "int4" and group_size is None:
+        group_size = weight_only.common_group_size(layer.weight.width for layer in layers if choice.dtype(layer.weight) == "int4")
+        report.skipped.clear()
+        layers = [_layer(weight, choice, group_size, report) for weight in weights]
     seen = {weight.name for weight in weights}
     for value in float_initializers(graph):
         if value.name not in seen:
             assert value.const_value is not None
             _count(report, counts, "norms", "fp32", value.const_value.size, int(value.const_value.nbytes))
-    for number, weight in enumerate(weights):
-        assert weight.value.const_value is not None
-        role, size = weight.role, weight.value.const_value.size
-        dtype, num_bytes = _apply(graph, weight, scheme, group_size, report)
-        _count(report, counts, role, dtype, size, num_bytes)
+    integers = [layer for layer in layers if layer.dtype not in ("fp32", "bf16")]
+    inputs = _Inputs(plan.activations, static, calibration_method, stats, integers)
+    for number, layer in enumerate(layers):
+        assert layer.weight.value.const_value is not None
+        role, size = layer.weight.role, layer.weight.value.const_value.size
+        _count(report, counts, role, layer.dtype, size, _apply(graph, layer, stats, inputs, report))
         if progress is not None:
-            progress(number + 1, len(weights))
+            progress(number + 1, len(layers))
+    inputs.insert(graph)
+    report.activation_group_size = inputs.group_size
+    ops.attach(model)
     report.classes = {name: report.classes[name] for name in CLASSES if name in report.classes}
     report.group_size = min(report.groups.values(), default=0)
     return report
 
 
-def _apply(graph: ir.Graph, weight: Weight, scheme: str, group_size: int | None, report: QuantizationReport) -> tuple[str, int]:
-    """Returns the type the weight now has, and its size in bytes."""
+def layer_inputs(model: ir.Model, scheme: str, *, tables: bool | None = None) -> list[str]:
+    """Tensors to observe for `quantize`: the inputs of the layers it will quantize, in graph order, each once."""
+    plan = scheme_of(scheme)
+    choice = _Choice(plan, plan.tables if tables is None else tables, {})
+    readers = {
+        use.node
+        for weight in find_weights(model.graph)
+        if choice.dtype(weight) not in ("fp32", "bf16")
+        for use in weight.uses
+        if use.kind in ("linear", "tied")
+    }
+    return list(dict.fromkeys(str(node.inputs[0].name) for node in model.graph if node in readers))  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    scheme: Scheme
+    tables: bool
+    overrides: dict[str, str]
+
+    def dtype(self, weight: Weight) -> str:
+        """What the weight gets, where its width allows."""
+        if self.scheme.weights in ("fp32", "bf16"):
+            return self.scheme.weights
+        if _keep_reason(weight):
+            return "fp32"
+        if weight.name in self.overrides:
+            return self.overrides[weight.name]
+        if weight.role in ("embedding", "lm_head"):
+            return "int8" if self.tables else "fp32"
+        return self.scheme.weights
+
+
+@dataclass(frozen=True)
+class _Layer:
+    weight: Weight
+    dtype: str
+    group: int | None  # of int4
+
+
+def _layer(weight: Weight, choice: _Choice, group_size: int | None, report: QuantizationReport) -> _Layer:
+    dtype, group = choice.dtype(weight), None
+    if dtype == "int4":
+        group = weight_only.group_size_for(weight.width, group_size)
+        if group is None:
+            wanted = group_size or weight_only.GROUP_SIZES[0]
+            report.skipped[weight.name] = f"int8, not int4: no group of {wanted} or fewer divides {weight.width}"
+            dtype = "int8"
+    if dtype == "fp32" and choice.scheme.weights != "fp32":
+        report.skipped[weight.name] = _keep_reason(weight) or "fp32: embedding and head are not quantized unless asked for"
+    return _Layer(weight, dtype, group)
+
+
+class _Inputs:
+    """How each layer's input is rounded; one quantizer per tensor, whose scale depends on all of its readers."""
+
+    def __init__(self, dtype: str, static: bool, method: str, stats: Mapping[str, TensorStats], layers: list[_Layer]) -> None:
+        self.dtype, self._stats = dtype, stats
+        readers: dict[ir.Value, list[ir.Node]] = {}
+        for layer in layers:
+            for node in (use.node for use in layer.weight.uses if use.kind != "lookup"):
+                assert node.inputs[0] is not None
+                readers.setdefault(node.inputs[0], []).append(node)
+        self.group_size = 0
+        if dtype == "int8" and not static:
+            read = [layer for layer in layers if any(use.kind != "lookup" for use in layer.weight.uses)]
+            self.group_size = activations.dynamic_group_size([r.weight.width for r in read], [r.group or 0 for r in read])
+        self._readers = {} if not dtype or (dtype == "int8" and not static and not self.group_size) else readers
+        self._how: dict[ir.Value, dict[str, Any]] = {}
+        for x in self._readers:
+            if not static:
+                assert x.shape is not None
+                self._how[x] = {"block_size": self.group_size or x.shape[-1]}
+            elif str(x.name) in stats:
+                self._how[x] = {"limit": ranges.limit(stats[str(x.name)], method, dtype)}
+            else:
+                raise BuildError(f"no calibrated range for {x.name}; static scales need calibration on a text")
+
+    def insert(self, graph: ir.Graph) -> None:
+        for x, readers in self._readers.items():
+            activations.insert(graph, x, list(dict.fromkeys(readers)), self.dtype, **self._how[x])
+
+    def measure(self, layer: _Layer, matrix: npt.NDArray[np.float32], dense: npt.NDArray[np.float32]) -> LayerReport | None:
+        x = next((use.node.inputs[0] for use in layer.weight.uses if use.kind in ("linear", "tied")), None)
+        if x is None or str(x.name) not in self._stats:
+            return None
+        sample = self._stats[str(x.name)].sample
+        fed = activations.rounded(sample, self.dtype, **self._how[x]) if x in self._how else sample
+        return LayerReport(layer.dtype, *_noise(sample, fed, matrix, dense))
+
+
+def _noise(sample: npt.NDArray, fed: npt.NDArray, matrix: npt.NDArray, dense: npt.NDArray) -> tuple[float, float, float]:
+    """dB of the layer's output above its error: as quantized, from the weights alone, from the inputs alone."""
+    exact = sample @ matrix.T
+    power = float(np.square(exact).sum(dtype=np.float64))
+    errors = (fed @ dense.T - exact, sample @ dense.T - exact, fed @ matrix.T - exact)
+    found = []
+    for error in errors:
+        noise = float(np.square(error).sum(dtype=np.float64))
+        found.append(10 * math.log10(power / noise) if noise > 0 and power > 0 else MAX_DB)
+    return found[0], found[1], found[2]
+
+
+def _apply(graph: ir.Graph, layer: _Layer, stats: Mapping[str, TensorStats], inputs: _Inputs, report: QuantizationReport) -> int:
+    """Returns the size in bytes."""
+    weight = layer.weight
     tensor = weight.value.const_value
     assert tensor is not None
-    if scheme == "bf16":
-        return "bf16", cast.to_bf16(graph, weight)
-    if scheme == "fp32" or (reason := _keep_reason(weight)):
-        if scheme != "fp32":
-            report.skipped[weight.name] = reason
-        return "fp32", int(tensor.nbytes)
+    if layer.dtype == "bf16":
+        return cast.to_bf16(graph, weight)
+    if layer.dtype == "fp32":
+        return int(tensor.nbytes)
     stored_in_out = any(use.kind == "linear" for use in weight.uses)
     matrix = tensor.numpy().astype(np.float32, copy=False)
     matrix = np.ascontiguousarray(matrix.T if stored_in_out else matrix)
     matrix = matrix.reshape(-1, matrix.shape[-1])  # [out, in]; the experts of a mixture one below the other
-    name = weight.name
-    if scheme == "int4" and _takes_int4(weight):
-        width = weight.width
-        group = weight_only.group_size_for(width, group_size)
-        if group is not None:
-            quantized = weight_only.int4(matrix, group)
-            weight_only.rewrite(graph, weight, quantized)
-            report.groups[name] = group
-            return "int4", quantized.num_bytes
-        report.skipped[name] = f"int8, not int4: no group of {group_size or weight_only.GROUP_SIZES[0]} or fewer divides {width}"
-    quantized = weight_only.int8(matrix)
+    quantized = _quantize(layer, matrix, stats, report)
+    if (measured := inputs.measure(layer, matrix, quantized.dense())) is not None:
+        report.layers[weight.name] = measured
     weight_only.rewrite(graph, weight, quantized)
-    return "int8", quantized.num_bytes
+    return quantized.num_bytes
 
 
-def _takes_int4(weight: Weight) -> bool:
-    return weight.role in ("attention", "mlp") and not _keep_reason(weight)
+def _quantize(
+    layer: _Layer, matrix: npt.NDArray[np.float32], stats: Mapping[str, TensorStats], report: QuantizationReport
+) -> Quantized:
+    if layer.dtype == "fp8":
+        return fp8.quantize(matrix)
+    if layer.group is None:
+        return weight_only.int8(matrix)
+    name = layer.weight.name
+    report.groups[name] = layer.group
+    plain = weight_only.int4(matrix, layer.group)
+    use = layer.weight.uses[0]
+    found = stats.get(str(use.node.inputs[0].name)) if use.kind == "linear" and use.node.inputs[0] is not None else None
+    if found is None or found.hessian is None or np.allclose(plain.dense(), matrix, rtol=1e-6, atol=1e-9):
+        report.rounding[name] = "nearest"  # exact where the checkpoint has this very grid
+        return plain
+    report.rounding[name] = "gptq"
+    return gptq.int4(matrix, found.hessian, layer.group)
 
 
 def _keep_reason(weight: Weight) -> str:

@@ -31,13 +31,23 @@ class Quantized:
     q: ir.Tensor  # [out, in] int8 or int4
     scale: npt.NDArray[np.float32]  # [out] or [out, in / group_size]
     group_size: int  # 0: per output channel
+    zero: ir.Tensor | None = None  # as scale, uint4: the integer that stands for 0; q is then uint4
 
     @property
     def num_bytes(self) -> int:
-        return int(self.q.nbytes) + self.scale.nbytes
+        return int(self.q.nbytes) + self.scale.nbytes + (0 if self.zero is None else int(self.zero.nbytes))
+
+    def dense(self) -> npt.NDArray[np.float32]:
+        """[out, in], as a kernel reads it."""
+        scale = self.scale.repeat(self.group_size, axis=1) if self.group_size else self.scale[:, None]
+        q = self.q.numpy().astype(np.float32)
+        if self.zero is not None:
+            q -= self.zero.numpy().astype(np.float32).repeat(self.group_size, axis=1)
+        return q * scale
 
     def by_expert(self, num_experts: int) -> Quantized:
         """Of a [E * out, in] weight, as [E, out, in]; a scale per output becomes one block per row."""
+        assert self.zero is None
         rows, width = self.q.shape.numpy()
         q = ir.Tensor(self.q.numpy().reshape(num_experts, rows // num_experts, width), dtype=self.q.dtype)
         return Quantized(q, self.scale.reshape(num_experts, rows // num_experts, -1), self.group_size or width)
@@ -100,7 +110,10 @@ def rewrite(graph: ir.Graph, weight: Weight, quantized: Quantized) -> None:
             continue
         if dense is None:
             attributes = {"axis": 1, "block_size": quantized.group_size} if quantized.group_size else {"axis": 0}
-            dequantize = ir.node("DequantizeLinear", [q, scale], attributes=attributes, name=f"{name}.dequantize")
+            sources = [q, scale]
+            if quantized.zero is not None:
+                sources.append(add_initializer(graph, f"{name}.zero", quantized.zero))
+            dequantize = ir.node("DequantizeLinear", sources, attributes=attributes, name=f"{name}.dequantize")
             transpose = ir.node("Transpose", [dequantize.outputs[0]], attributes={"perm": [1, 0]}, name=f"{name}.transpose")
             rows, columns = quantized.q.shape.numpy()
             _describe(dequantize.outputs[0], f"{name}.dense", ir.Shape([rows, columns]))

@@ -24,15 +24,16 @@ from typing import Any
 import onnx_ir as ir
 import openvino as ov
 
+from builder.quantize.kv_cache import parse_pair
 from builder.targets import openvino_check
 from builder.targets.openvino_lower import DECOMPOSED, attention_mode, lower, unsupported_attention
+from builder.targets.openvino_quantize import lower_rounding
 from plugins.paged_attention import openvino as paged
 from plugins.paged_attention.op import PAGED_ATTENTION, attach_functions
 from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
 from runtime.errors import BuildError, UnsupportedModel
 
-KV_DTYPES = ("auto", *paged.KV_DTYPES)
-_AUTO_KV = {"fp32": "f32", "bf16": "f16", "int8": "u8", "int4": "u8"}
+_AUTO_KV = {"fp32": "f32", "bf16": "f16"}  # every other precision: u8
 _WEIGHTS = "weights.bin"
 _PAGE = 4096  # bytes: mapped tensors start on a page
 
@@ -43,26 +44,32 @@ class PlanResult:
     kv_cache: KVSpec
     libraries: dict[str, str]
     weight_bytes: int  # of the weights file
-    activations: str  # fp32, or int8 where quantized layers quantize their inputs on the fly
+    activations: str  # fp32, or int8, fp8 where quantized layers round their inputs
+    emulated: bool  # inputs are rounded by f32 arithmetic, for accuracy, not for speed
     details: dict[str, Any]  # for PrecisionSpec.details: what the executor compiles with
     runtime_types: dict[str, int]  # "layer type:precision" → count, in the compiled model
     compile_ms: float
 
 
 def resolve_kv_dtype(requested: str, precision: str, canonical: ir.Model) -> tuple[str, str]:
-    """(key, value) types for `--kv-cache-dtype`. "auto" follows the precision: fp32 f32, bf16 f16, int8 and int4 u8."""
-    if requested not in KV_DTYPES:
-        raise BuildError(f"the cpu target cannot store the KV cache as {requested}; choose one of {', '.join(KV_DTYPES)}")
+    """(key, value) types for `--kv-cache-dtype`: auto, a type, or keys:values. "auto" is f32 for fp32, f16 for bf16, else u8."""
+    chosen = None if requested == "auto" else parse_pair(requested)
+    if chosen is not None and chosen not in paged.KV_PAIRS:
+        known = ", ".join(key if key == value else f"{key}:{value}" for key, value in paged.KV_PAIRS)
+        raise BuildError(
+            f"the cpu target cannot store the KV cache as {requested} (keys as {chosen[0]}, values as {chosen[1]}); "
+            f"choose one of auto, {known}"
+        )
     if attention_mode(canonical) == DECOMPOSED:
-        if requested not in ("auto", "f32"):
+        if chosen not in (None, ("f32", "f32")):
             node = next(n for n in canonical.graph if n.op_type == PAGED_ATTENTION and unsupported_attention(n))
             raise UnsupportedModel(
                 f"the model has {unsupported_attention(node)}, so the cpu target runs its attention unfused and stores the KV "
                 f"cache as f32 only, not {requested}; use --kv-cache-dtype f32 or auto"
             )
         return "f32", "f32"
-    chosen = _AUTO_KV[precision] if requested == "auto" else requested
-    return chosen, chosen
+    auto = _AUTO_KV.get(precision, "u8")
+    return chosen or (auto, auto)
 
 
 def build_plan(
@@ -84,13 +91,14 @@ def build_plan(
     path = plan_dir / "canonical.onnx"
     ir.save(canonical, path, external_data=_WEIGHTS, alignment=_PAGE, align_threshold=_PAGE)
     lowered = ir.load(path)  # its weights refer to the file just written
+    rounding = lower_rounding(lowered)
     facts = lower(lowered)
     want = openvino_check.expected(lowered.graph, facts.rotary)
     ir.save(lowered, plan_dir / "model.onnx")
     del lowered
 
     core = ov.Core()
-    group_size = want.dynamic_quantization_group_size()
+    group_size = rounding.group_size
     options = paged.compile_options(
         key_dtype=key_dtype, value_dtype=value_dtype, dynamic_quantization_group_size=group_size, num_threads=num_threads
     )
@@ -106,9 +114,10 @@ def build_plan(
         kv_cache=KVSpec(key_dtype, value_dtype, paged.BLOCK_SIZE, layout, _bytes_per_token(compiled, spec)),
         libraries={paged.LIBRARY: paged.library_version()},
         weight_bytes=(plan_dir / _WEIGHTS).stat().st_size,
-        activations="int8" if group_size else "fp32",
+        activations="int8" if group_size else rounding.emulated or "fp32",
+        emulated=bool(rounding.emulated),
         details={
-            "arithmetic": "f32",
+            "arithmetic": f"f32, emulating {rounding.emulated}" if rounding.emulated else "f32",
             "weights_widened_on_load": precision == "bf16",
             "dynamic_quantization_group_size": group_size,
         },

@@ -28,7 +28,7 @@ LOWERED_OP = "OpenVINOPagedAttention"
 METADATA = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 BLOCK_SIZE = 32  # fixed by the CPU plug-in
 POOL_PREFIXES = ("k_pool.", "v_pool.")
-KV_DTYPES = ("f32", "f16", "u8")
+KV_PAIRS = (("f32", "f32"), ("f16", "f16"), ("u8", "u8"), ("u8", "u4"))  # keys, values: what the plug-in has kernels for
 LAYOUT_PAGED = "openvino-paged-by-token"  # [num_blocks, Hkv, 32, D or D + 8]
 LAYOUT_PLAIN = "plain"  # [num_blocks, 32, Hkv, D]: models whose attention is decomposed
 
@@ -120,12 +120,24 @@ class PoolBlock:
     """One block of a pool, as the compiled model wants it."""
 
     shape: tuple[int, ...]
-    element_type: str  # f32, f16, u8
-    dtype: np.dtype
+    element_type: str  # f32, f16, u8, u4
+    dtype: np.dtype  # of the array that holds it: u4 lies two in a byte
+
+    @property
+    def storage_shape(self) -> tuple[int, ...]:
+        """Of that array."""
+        assert self.element_type != "u4" or self.shape[-1] % 2 == 0, f"{self.shape} values of four bits do not fill bytes"
+        return (*self.shape[:-1], self.shape[-1] // 2) if self.element_type == "u4" else self.shape
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.storage_shape) * self.dtype.itemsize
+
+    def tensor(self, pool: np.ndarray) -> ov.Tensor:
+        """Shares the memory of `pool`, [num_blocks, *storage_shape]."""
+        if self.element_type == "u4":
+            return ov.Tensor(pool, ov.Shape([len(pool), *self.shape]), ov.Type.u4)
+        return ov.Tensor(pool, shared_memory=True)
 
 
 def pool_blocks(compiled: ov.CompiledModel) -> dict[str, PoolBlock]:

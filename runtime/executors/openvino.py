@@ -47,12 +47,12 @@ class OpenVINOExecutor:
                 f"the engine was built for {manifest.kv_cache.bytes_per_token} bytes of KV cache per token but this CPU wants "
                 f"{per_token:g}; rebuild the engine on this machine"
             )
-        self._cache = KVCache({name: PoolLayout(block.shape, block.dtype) for name, block in blocks.items()}, num_blocks)
+        self._cache = KVCache({name: PoolLayout(block.storage_shape, block.dtype) for name, block in blocks.items()}, num_blocks)
         self._request = compiled.create_infer_request()
         self._inputs = [name for name in contract.STEP_INPUTS if any(name in value.names for value in compiled.inputs)]
         self._logits = next(index for index, value in enumerate(compiled.outputs) if contract.LOGITS in value.names)
         for name, pool in self._cache.pools.items():
-            tensor = ov.Tensor(pool, shared_memory=True)
+            tensor = blocks[name].tensor(pool)
             self._request.set_tensor(name, tensor)
             if layout == paged.LAYOUT_PLAIN:
                 self._request.set_tensor(_output_of(name), tensor)

@@ -17,10 +17,11 @@ import torch
 from cpu_engines import Built, Sequences, build, fused, prompt, relative_error
 
 from builder.quantize import quantize, weight_only
+from builder.quantize.activations import dynamic_group_size
 from builder.quantize.weights import find_weights
 from builder.targets import openvino_check
 from builder.targets.openvino import build_plan, resolve_kv_dtype
-from builder.targets.openvino_check import Expected, QuantizedLayer
+from builder.targets.openvino_check import Expected
 from plugins.paged_attention import openvino as paged
 from runtime.errors import BuildError, FusionMismatch, PrecisionLost, UnsupportedModel
 from runtime.executors.reference import ReferenceExecutor
@@ -128,24 +129,20 @@ def test_a_weight_that_openvino_widens_fails_the_build(exported: Callable[[str],
         build_plan(model, tmp_path, exported("llama").spec, key_dtype="u8", value_dtype="u8", precision="int8")
 
 
-def layers(*groups_and_widths: tuple[int, int]) -> Expected:
-    return Expected(quantized=tuple(QuantizedLayer("w", ("n",), "i4", width, group) for group, width in groups_and_widths))
-
-
 @pytest.mark.parametrize(
-    ("want", "size"),
+    ("widths", "groups", "size"),
     [
-        (layers(), 0),
-        (layers((0, 576)), 64),
-        (layers((128, 1536), (64, 576)), 64),
-        (layers((128, 1536), (32, 96)), 32),
-        (layers((0, 576), (0, 48)), 32),  # wider than a layer
-        (layers((48, 96)), 16),
-        (layers((0, 8)), 0),
+        ([], [], 0),
+        ([576], [0], 64),
+        ([1536, 576], [128, 64], 64),
+        ([1536, 96], [128, 32], 32),
+        ([576, 48], [0, 0], 32),  # wider than a layer
+        ([96], [48], 16),
+        ([8], [0], 0),
     ],
 )
-def test_dynamic_quantization_fits_every_layer(want: Expected, size: int) -> None:
-    assert want.dynamic_quantization_group_size() == size
+def test_dynamic_quantization_fits_every_layer(widths: list[int], groups: list[int], size: int) -> None:
+    assert dynamic_group_size(widths, groups) == size
 
 
 def test_openvino_ignores_dynamic_quantization_in_groups_larger_than_the_weights(engine: Callable[..., Built]) -> None:
@@ -170,7 +167,9 @@ def test_automatic_kv_cache_follows_the_precision(precision: str, dtype: str, ex
 
 
 def test_kv_cache_types_that_cannot_be_stored_are_refused(exported: Callable[[str], Any]) -> None:
-    with pytest.raises(BuildError, match="cannot store the KV cache as f8; choose one of auto, f32, f16, u8"):
+    with pytest.raises(
+        BuildError, match=r"cannot store the KV cache as f8 \(keys as f8, values as f8\); choose one of auto, f32, f16, u8, u8:u4"
+    ):
         resolve_kv_dtype("f8", "fp32", fused(exported("llama")))
     soft_capped = fused(exported("gemma2"))
     assert resolve_kv_dtype("auto", "int8", soft_capped) == ("f32", "f32")
@@ -206,11 +205,13 @@ def test_weights_are_stored_once_and_outside_the_graphs(precision: str, engine: 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_the_canonical_graph_in_the_bundle_gives_the_same_logits(name: str, precision: str, engine: Callable[..., Built]) -> None:
-    """ONNX Runtime on plan/canonical.onnx, the CPU target with its quantization of activations off: the same weights in f32."""
+    """ONNX Runtime on plan/canonical.onnx, which holds the rounding of activations that OpenVINO does by itself."""
     built = engine(name, precision, "f32")
     reference = Sequences(ReferenceExecutor(built.directory / built.plan.plan["canonical"], num_blocks=16, num_threads=1)).run(
         STEPS
     )
-    found = Sequences(with_dynamic_groups(built, 0).executor()).run(STEPS)
+    found = Sequences(built.executor()).run(STEPS)
     for sequence, expected in reference.items():
-        assert relative_error(found[sequence], expected) < F32_TOLERANCE, sequence
+        # The graph does not show that OpenVINO also rounds what flows between the two layers of an expert.
+        tolerance = 0.05 if name == "mixtral" and precision != "bf16" else F32_TOLERANCE
+        assert relative_error(found[sequence], expected) < tolerance, sequence

@@ -195,7 +195,7 @@ def test_progress_reaches_the_number_of_weights(exported: Callable[[str], Any]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scheme": "int3"}, "unknown precision 'int3'; the precisions are fp32, bf16, int8, int4"),
+        ({"scheme": "int3"}, "unknown precision 'int3'; the precisions are fp32, bf16, int8-wo, int8, int8-sq, int4, fp8"),
         ({"scheme": "int4", "group_size": 50}, "group_size is 50 but must be a multiple of 16"),
         ({"scheme": "int4", "group_size": 0}, "group_size is 0 but must be a multiple of 16"),
     ],

@@ -1,0 +1,129 @@
+"""Accept or refuse an engine by the accuracy it lost, and raise the precision of its worst layers until it is accepted.
+
+`check`      compares a report with the limits and says by how much each is exceeded
+`raised`     the next step of a fallback: the noisiest layers, twice as many each time, one step wider each
+`refusal`    the error: figures, worst layers and the three remedies most likely to work
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from builder.quantize import LayerReport
+from builder.quantize.scheme import scheme_of
+from runtime.errors import AccuracyGate
+
+DEFAULT_MAX_PPL_INCREASE = 5.0
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_ppl_increase: float = DEFAULT_MAX_PPL_INCREASE  # per cent above the unquantized model
+    max_kl: float | None = None  # nats, mean over tokens
+
+
+@dataclass(frozen=True)
+class Verdict:
+    ppl_increase: float  # per cent
+    mean_kl: float
+    failures: tuple[str, ...]  # a phrase for each limit exceeded
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+def check(accuracy: Mapping[str, Any], limits: Limits) -> Verdict:
+    """`accuracy` as in the manifest: fields of AccuracyReport."""
+    increase = 100 * (accuracy["perplexity_ratio"] - 1)
+    kl = accuracy["mean_kl"]
+    failures = []
+    if not increase <= limits.max_ppl_increase:  # a NaN fails
+        failures.append(f"perplexity rose by {increase:.2f} % (limit {limits.max_ppl_increase:g} %)")
+    if limits.max_kl is not None and not kl <= limits.max_kl:
+        failures.append(f"mean KL divergence is {kl:.4f} (limit {limits.max_kl:g})")
+    return Verdict(increase, kl, tuple(failures))
+
+
+def worst(layers: Mapping[str, LayerReport], count: int = _SHOWN) -> list[tuple[str, LayerReport]]:
+    return sorted(layers.items(), key=lambda item: (item[1].sqnr_db, item[0]))[:count]
+
+
+def raised(precision: str, layers: Mapping[str, LayerReport], overrides: Mapping[str, str], count: int) -> dict[str, str]:
+    """`overrides` and `count` more layers one step wider; equal to `overrides` when nothing is left to raise."""
+    steps = scheme_of(precision).wider
+    result = dict(overrides)
+    for name, layer in worst(layers, len(layers)):
+        if count == 0:
+            break
+        at = steps.index(result[name]) + 1 if name in result else _first(steps, layer.dtype)
+        if at < len(steps):
+            result[name] = steps[at]
+            count -= 1
+    return result
+
+
+def _first(steps: Sequence[str], dtype: str) -> int:
+    return steps.index(dtype) + 1 if dtype in steps else 0
+
+
+def refusal(
+    precision: str,
+    key_dtype: str,
+    value_dtype: str,
+    verdict: Verdict,
+    layers: Mapping[str, LayerReport],
+    parts: Mapping[str, Mapping[str, float]],
+    *,
+    static: bool,
+    fallback: bool,
+) -> AccuracyGate:
+    named = ", ".join(f"{name} ({layer.sqnr_db:.1f} dB)" for name, layer in worst(layers))
+    shares = ", ".join(f"{name} {part['perplexity_ratio']:.4f}" for name, part in parts.items())
+    text = f"--precision {precision} with KV cache {key_dtype}:{value_dtype} loses too much: " + " and ".join(verdict.failures)
+    if shares:
+        text += f"; perplexity ratio with {shares}"
+    if named:
+        text += f"; noisiest layers: {named}"
+    chosen = remedies(precision, key_dtype, value_dtype, parts, static=static, fallback=fallback)
+    return AccuracyGate(f"{text}; try {chosen[0]}, {chosen[1]}, or {chosen[2]}")
+
+
+def remedies(
+    precision: str,
+    key_dtype: str,
+    value_dtype: str,
+    parts: Mapping[str, Mapping[str, float]],
+    *,
+    static: bool,
+    fallback: bool,
+) -> list[str]:
+    """Three, the likeliest first: what the largest share of the loss points at."""
+    found: list[str] = []
+    ratios = {name: part["perplexity_ratio"] for name, part in parts.items()}
+    before, shares = 1.0, {}
+    for name, ratio in ratios.items():  # each part is measured with those before it
+        shares[name], before = ratio / before, ratio
+    blamed = max(shares, key=lambda name: shares[name]) if shares else "weights"
+    if blamed == "kv_cache":
+        wider = "bf16" if "f8" in (key_dtype, value_dtype) else "f16"
+        if key_dtype in ("f8", "i8", "u8", "u4"):
+            found.append(f"--kv-cache-dtype {wider}:{value_dtype} or {wider}, which keep keys wider")
+        found.append("--kv-cache-dtype f32")
+    if blamed == "activations" and static:
+        found.append("--activation-scales dynamic")
+    if blamed == "activations" and precision == "int8":
+        found.append("--precision int8-sq, which moves outliers of activations into the weights")
+    if not fallback:
+        found.append("--fallback, which raises the precision of the noisiest layers")
+    wider_precision = {"int4": "int8", "int8": "int8-wo", "int8-sq": "int8-wo", "fp8": "bf16", "int8-wo": "bf16", "bf16": "fp32"}
+    if precision == "int4":
+        found.append("--group-size 32")
+    if precision in wider_precision:
+        found.append(f"--precision {wider_precision[precision]}")
+    found.append("a higher --max-ppl-increase, if the loss is acceptable")
+    found.append("--calibration-data with text like the model's use")
+    return found[:3]

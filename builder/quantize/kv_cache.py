@@ -1,0 +1,89 @@
+"""The KV cache's rounding on the canonical graph, before each PagedAttention: what the cache gives back is what goes in.
+
+    f32         as it is
+    f16, bf16   one cast and back
+    u8, u4      scale and offset per token and head, from its extremes
+    f8, i8      one scale per head from calibration, QuantizeLinear → DequantizeLinear along the head axis
+
+A target that stores the type itself takes the nodes out. Keys and values are told apart: keys need more.
+
+Shapes   k, v [T, Hkv, D]; scale [Hkv]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from builder.quantize import ops
+from builder.quantize.activations import LIMITS
+from builder.quantize.weights import add_initializer
+from plugins.paged_attention.op import PAGED_ATTENTION
+from runtime.contract import DOMAIN
+from runtime.errors import BuildError
+
+DTYPES = ("f32", "f16", "bf16", "f8", "i8", "u8", "u4")
+ALIASES = {"fp8": "f8", "int8": "i8", "fp16": "f16", "fp32": "f32"}
+CALIBRATED = ("f8", "i8")
+_LARGEST = {"f8": LIMITS["fp8"], "i8": LIMITS["int8"]}
+_ZERO = {"f8": ml_dtypes.float8_e4m3fn, "i8": np.int8}
+_KEY, _VALUE = 1, 2  # inputs of PagedAttention
+
+
+def parse_pair(text: str) -> tuple[str, str]:
+    """`K:V`, or one type for both. Raises BuildError naming the types."""
+    key, colon, value = text.partition(":")
+    key, value = (ALIASES.get(name, name) for name in (key, value if colon else key))
+    for dtype in (key, value):
+        if dtype not in DTYPES:
+            raise BuildError(
+                f"--kv-cache-dtype {text!r} is not auto, a type or a pair KEYS:VALUES of types; the types are {', '.join(DTYPES)}"
+            )
+    return key, value
+
+
+def cached_tensors(model: ir.Model, key_dtype: str, value_dtype: str) -> dict[str, int]:
+    """Keys and values to calibrate, with their head axis, as `builder.calibrate.calibrate` takes them."""
+    wanted = [index for index, dtype in ((_KEY, key_dtype), (_VALUE, value_dtype)) if dtype in CALIBRATED]
+    return {str(node.inputs[index].name): -2 for node in _attention(model) for index in wanted}  # type: ignore[union-attr]
+
+
+def insert(model: ir.Model, key_dtype: str, value_dtype: str, amax: Mapping[str, npt.NDArray[np.float32]] | None = None) -> None:
+    """In place. `amax` [Hkv] per name of `cached_tensors`."""
+    for node in _attention(model):
+        for index, dtype in ((_KEY, key_dtype), (_VALUE, value_dtype)):
+            if dtype != "f32":
+                _insert(model.graph, node, index, dtype, amax or {})
+    ops.attach(model)
+
+
+def _attention(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if node.domain == DOMAIN and node.op_type == PAGED_ATTENTION]
+
+
+def _insert(graph: ir.Graph, node: ir.Node, index: int, dtype: str, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:
+    x = node.inputs[index]
+    assert x is not None
+    name = str(x.name)
+    if dtype in CALIBRATED:
+        assert name in amax, f"no calibrated range for {name}"
+        largest = np.asarray(amax[name], np.float32)
+        scales = np.where(largest == 0, np.float32(1), largest / np.float32(_LARGEST[dtype])).astype(np.float32)
+        scale = add_initializer(graph, f"{name}.cache_scale", ir.Tensor(scales))
+        zero = add_initializer(graph, f"{name}.cache_zero", ir.Tensor(np.zeros(scales.shape, _ZERO[dtype])))
+        quantize = ir.node("QuantizeLinear", [x, scale, zero], attributes={"axis": -2})
+        stored = quantize.outputs[0]
+        stored.name, stored.dtype, stored.shape = f"{name}.{dtype}", ir.DataType(int(zero.dtype)), x.shape  # type: ignore[arg-type]
+        nodes = [quantize, ir.node("DequantizeLinear", [stored, scale, zero], attributes={"axis": -2})]
+    elif dtype in ("u8", "u4"):
+        nodes = [ir.node("StoreUInt", [x], attributes={"levels": 256.0 if dtype == "u8" else 16.0}, domain=DOMAIN)]
+    else:
+        nodes = [ir.node("StoreFloat16" if dtype == "f16" else "StoreBFloat16", [x], domain=DOMAIN)]
+    out = nodes[-1].outputs[0]
+    out.name, out.dtype, out.shape = f"{name}.cached", ir.DataType.FLOAT, x.shape
+    graph.insert_before(node, nodes)
+    node.replace_input_with(index, out)
