@@ -21,8 +21,10 @@ from fake_tensorrt import (
 )
 
 from builder.targets.buckets import token_buckets
+from plugins.paged_attention import tensorrt as plugin
 from runtime.config import ResolvedConfig, RuntimeConfig, resolve
 from runtime.contract import KVSpec, Manifest
+from runtime.driver import read_driver
 from runtime.errors import EngineError, ManifestMismatch, UnsupportedFeature
 from runtime.executors import kv_cache_free_bytes, load_executor, tensorrt_load
 from runtime.executors.tensorrt_buckets import mixed_sizes
@@ -137,6 +139,18 @@ def test_a_step_larger_than_every_profile_is_refused(rig: Rig) -> None:
 
 def test_free_memory_for_the_cache_leaves_out_the_weights(rig: Rig) -> None:
     assert tensorrt_load.free_bytes_beside_weights(make_manifest(), rig.backend) == (8 << 30) - (1 << 20) - RESERVE_BYTES
+
+
+def test_the_real_libraries_say_that_there_is_no_gpu() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    pytest.importorskip("cuda.bindings.runtime")
+    if read_driver().gpus:
+        pytest.skip("there is a GPU")
+    manifest = make_manifest(target="tensorrt-rtx", libraries={"tensorrt_rtx": trt.__version__}, plugin_sha256=plugin.sha256())
+    with pytest.raises(EngineError, match=r"needs an NVIDIA GPU \(sm80, sm89\) but CUDA finds none"):
+        kv_cache_free_bytes(manifest)
+    with pytest.raises(ManifestMismatch, match="attention plugin none"):
+        kv_cache_free_bytes(dataclasses.replace(manifest, plugin_sha256=""))
 
 
 def test_missing_library_is_named() -> None:
