@@ -64,15 +64,14 @@ def test_plugins_import_neither_builder_nor_runtime() -> None:
         assert not roots & {"builder", "runtime"}, path
 
 
-def test_builder_imports_only_the_contract_side_of_runtime_unless_it_runs_engines() -> None:
-    allowed = {"runtime", "runtime.contract", "runtime.errors"}
-    runs_engines = {"builder.build", "builder.accuracy", "builder.judge", "builder.cli", "builder.deploy"}
-    runs_engines |= {f"builder.targets.{name}" for name in ("compiled", "openvino_engine", "tensorrt_engine")}
-    runs_engines.add("builder.calibration_data")  # text to tokens, as the engine will
+def test_builder_uses_the_contract_and_what_it_measures_with() -> None:
+    """Executors, tokenizer and step inputs to calibrate and to judge accuracy; never the engine, its loop or its scheduler."""
+    allowed = {"runtime", "runtime.contract", "runtime.errors", "runtime.batch", "runtime.tokenizer"}
     for path in modules("builder"):
-        if name_of(path) not in runs_engines:
-            used = {name for name in imports_of(path) if name.split(".")[0] == "runtime"}
-            assert used <= allowed, f"{path} imports {used - allowed}"
+        used = {name for name in imports_of(path) if name.split(".")[0] == "runtime"} - allowed
+        if name_of(path) == "builder.deploy":
+            used -= {"runtime.serving.options", "runtime.serving.tensors"}
+        assert not {name for name in used if not name.startswith("runtime.executors.")}, f"{path} imports {used}"
 
 
 @pytest.mark.parametrize("module", sorted(ARROWS))
