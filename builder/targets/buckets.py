@@ -71,8 +71,6 @@ def profiles(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Profile, .
     low = 1
     while low <= max_num_seqs:
         high = min(max_num_seqs, max(2, 1 << (low - 1).bit_length()))
-        if high == low and high < max_num_seqs:
-            high = min(max_num_seqs, 2 * high)
         inside = tuple(bucket for bucket in buckets if low <= bucket <= high)
         span = (low, inside[0] if low == 1 else high, max(high, 2))
         found.append(Profile(len(found), "decode", span, span, span, inside))

@@ -32,6 +32,7 @@ from builder.targets.tensorrt_types import narrow
 from plugins.paged_attention import tensorrt as plugin
 from plugins.paged_attention import tensorrt_op
 from plugins.paged_attention.op import DOMAIN, PAGED_ATTENTION
+from plugins.paged_attention.tensorrt_step import StepShape, step_launches
 from plugins.paged_attention.tuning import ARCHITECTURES, KV_BYTES
 from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
 from runtime.errors import BuildError, FusionMismatch
@@ -254,6 +255,13 @@ def _profile_dict(profile: Profile) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in profile.to_dict().items()}
 
 
+def _launches(result: PlanResult, arch: int) -> dict[str, int]:
+    """Kernels that the attention of one decoder layer launches."""
+    spec, dtype = result.lowered.attention[0], result.details["arithmetic"]
+    shapes = {"decode": StepShape(1, 1, 1), "mixed": StepShape(2, 1, 1)}
+    return {kind: len(step_launches(spec, dtype, arch, 1, shape)) for kind, shape in shapes.items()}
+
+
 def report(result: PlanResult) -> dict[str, Any]:
     """Figures per architecture, for report.json."""
     found: dict[str, Any] = {}
@@ -267,6 +275,7 @@ def report(result: PlanResult) -> dict[str, Any]:
             "build_seconds": round(plan.seconds, 2),
             "network_layers": plan.network.layers,
             "attention_plugins": len(plan.network.plugins),
+            "launches_per_plugin": _launches(result, int(arch.removeprefix("sm"))),
             "bytes_per_weight": {role: round(bytes_per_weight(each), 4) for role, each in by_role.items() if role != "other"},
             "layers_bytes_per_weight": round(bytes_per_weight(layers), 4),
             "second_copies": sum(each.copies > 1 for each in result.weights[arch]),

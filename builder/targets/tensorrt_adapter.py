@@ -70,7 +70,6 @@ class BuildOptions:
     timing_cache: Path | None = None  # read when it exists, then written
     optimization_level: int = 3  # 0 to 5
     detailed: bool = False  # keep layer names in the plan, for profilers
-    batch_invariant: bool = False
 
 
 class Adapter:
@@ -104,8 +103,6 @@ class Adapter:
         config.profiling_verbosity = verbosity.DETAILED if options.detailed else verbosity.LAYER_NAMES_ONLY
         if options.workspace_bytes is not None:
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
-        if options.batch_invariant:
-            config.set_flag(trt.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE)
         self._read_timing_cache(config, options.timing_cache)
         for profile in profiles:
             self._add_profile(config, profile, blocks_per_seq)

@@ -51,6 +51,7 @@ def test_plan_keeps_its_precision_and_has_a_plugin_per_layer(engines, precision)
     assert figures["layers_bytes_per_weight"] <= MOST_BYTES[precision]
     assert figures["layers_bytes_per_weight"] == pytest.approx(report["weights"]["layers_bytes_per_weight"], rel=0.01)
     assert figures["second_copies"] == 0
+    assert figures["launches_per_plugin"] == {"decode": 4, "mixed": 7}
     plan = engines["root"] / precision / manifest.plan["sm89"]
     assert plan.stat().st_size == figures["plan_bytes"] == manifest.weight_bytes
     assert figures["build_seconds"] > 0 and report["build"]["peak_rss_bytes"] > 100 << 20
