@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
 
-from common import engine_directory  # noqa: E402
-from recipes import RECIPES, Recipe  # noqa: E402
-from shapes import hugging_face_directory, vocab_size  # noqa: E402
+from common import engine_directory
+from recipes import RECIPES, Recipe
+from shapes import hugging_face_directory, vocab_size
 
-from runtime.bench.environment import environment  # noqa: E402
+from runtime.bench.environment import environment
 
 OURS = "forgeline"
 
