@@ -25,9 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import engine_directory
 from recipes import RECIPES, Recipe
@@ -35,6 +33,7 @@ from shapes import hugging_face_directory, vocab_size
 
 from runtime.bench.environment import environment
 
+HERE = Path(__file__).resolve().parent
 OURS = "forgeline"
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-PEERS = Path(__file__).resolve().parents[2] / "bench" / "peers"
-sys.path.insert(0, str(PEERS.parent))
-sys.path.insert(0, str(PEERS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "peers"))
 import compare
 import protocol
 import run_llama_cpp
 from recipes import RECIPES
+
+PEERS = Path(__file__).resolve().parents[2] / "bench" / "peers"
 
 
 def test_stopwatch_splits_at_the_moment_all_have_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
