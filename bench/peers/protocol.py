@@ -84,9 +84,8 @@ def main(load: Callable[[argparse.Namespace], tuple[Generate, dict[str, str]]]) 
     for batch in options.batches:
         try:
             timing = generate(prompts(options, batch, options.context, options.seed + batch), options.new_tokens)
+            figures["decode"][str(batch)] = timing.decode_tokens / timing.decode_s
         except Exception as error:  # a peer that cannot do one point still has the others
             print(f"batch {batch}: {type(error).__name__}: {error}", file=sys.stderr)
-            continue
-        figures["decode"][str(batch)] = timing.decode_tokens / timing.decode_s
     figures["max_resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps(figures))

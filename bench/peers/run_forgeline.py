@@ -19,20 +19,21 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
     engine = Engine.load(options.model, config)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> Timing:
-        outputs: queue.SimpleQueue[tuple[int, Output]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         watch = Stopwatch(len(prompts))
-        for index, prompt in enumerate(prompts):
-            engine.submit(prompt, params, on_output=lambda output, index=index: outputs.put((index, output)))  # type: ignore[misc]
-        left = len(prompts)
-        while left:
-            index, output = outputs.get(timeout=600)
-            watch.add(index, len(output.token_ids))
+
+        def receive(output: Output) -> None:
+            watch.add(int(output.request_id), len(output.token_ids))
             watch.step_done()
             if output.finish_reason is not None:
-                if output.error:
-                    raise RuntimeError(output.error)
-                left -= 1
+                ended.put(output.error)
+
+        for index, prompt in enumerate(prompts):
+            engine.submit(prompt, params, request_id=str(index), on_output=receive)
+        for _ in prompts:
+            if error := ended.get(timeout=600):
+                raise RuntimeError(error)
         return watch.timing()
 
     return generate, {"forgeline": version("forgeline"), "openvino": version("openvino")}

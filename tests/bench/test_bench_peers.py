@@ -52,7 +52,7 @@ def test_every_recipe_expands_and_has_its_runner() -> None:
 def test_our_runner_follows_the_protocol(tiny_engine: object) -> None:
     engine = tiny_engine("fp32")  # type: ignore[operator]
     command = [sys.executable, str(PEERS / "run_forgeline.py"), str(engine), "--threads", "1", "--vocab-size", "2048"]
-    sizes = ["--prefill", "32", "--context", "8", "--batches", "1,3", "--new-tokens", "4"]
+    sizes = ["--prefill", "32", "--context", "8", "--batches", "1,3", "--new-tokens", "24"]
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert set(figures["decode"]) == {"1", "3"} and figures["prefill"] > 0 and figures["versions"]["openvino"]
@@ -95,7 +95,7 @@ def test_a_peer_that_fails_is_named_and_the_table_has_the_rest(
     compare.main(
         [
             "--model", str(model), "--engine", str(engine), "--precision", "int8", "--peers", "vllm", "--threads", "1", "--work",
-            str(tmp_path), "--repetitions", "1", "--prefill", "16", "--context", "8", "--batches", "1", "--new-tokens", "3",
+            str(tmp_path), "--repetitions", "1", "--prefill", "16", "--context", "8", "--batches", "1", "--new-tokens", "24",
         ]
     )  # fmt: skip
     text = capsys.readouterr().out
