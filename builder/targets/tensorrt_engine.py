@@ -72,7 +72,7 @@ def compile_engine(
 
     def executor(_manifest: Manifest, context: int) -> Executor:
         reference = work_dir / "reference.onnx"
-        ir.save(to_reference(ir.load(work_dir / "model.onnx")), reference)
+        ir.save(to_reference(ir.load(work_dir / "model.onnx")), reference, external_data="reference.bin")
         return ReferenceExecutor(reference, num_blocks=-(-context // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
 
     return Compiled(

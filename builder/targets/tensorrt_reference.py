@@ -111,11 +111,21 @@ def _pool(graph: ir.Graph, name: str, spec: AttentionSpec) -> ir.Value:
     return value
 
 
+def _widened(value: ir.Value) -> ir.LazyTensor:
+    tensor = value.const_value
+    assert tensor is not None
+    return ir.LazyTensor(
+        lambda: ir.Tensor(tensor.numpy().astype(np.float32)),
+        dtype=ir.DataType.FLOAT,
+        shape=ir.Shape(tensor.shape.numpy()),
+        name=value.name,
+    )
+
+
 def _widen_bfloat16(graph: ir.Graph) -> None:
     for value in graph.initializers.values():
         if value.dtype == ir.DataType.BFLOAT16:
-            assert value.const_value is not None
-            value.const_value = ir.Tensor(value.const_value.numpy().astype(np.float32), name=value.name)
+            value.const_value = _widened(value)
             value.type = ir.TensorType(ir.DataType.FLOAT)
     for node in graph:
         if node.op_type == "Cast" and node.attributes["to"].value == int(ir.DataType.BFLOAT16):

@@ -13,6 +13,7 @@ from builder.targets.tensorrt_lower import lower
 from builder.targets.tensorrt_reference import to_reference
 from builder.targets.tensorrt_types import narrow
 from plugins.paged_attention import tensorrt_op
+from plugins.paged_attention.op import attach_functions
 from runtime.errors import UnsupportedModel
 from runtime.executors.reference import ReferenceExecutor
 
@@ -84,6 +85,22 @@ def test_lowered_equals_canonical(exported, tmp_path, name):
     ir.save(to_reference(model), tmp_path / "narrow.onnx")
     error = _relative_error(_logits(tmp_path / "narrow.onnx"), wanted)
     assert 0 < error < 2e-2  # 16-bit rounding, and it does round
+
+
+def test_q_and_k_that_are_treated_differently_stay_outside(exported, tmp_path):
+    """The kernel has one epsilon: a layer whose q and k norms differ keeps both, and its rotary embedding, in the graph."""
+    _, model = _fused(exported, "qwen3")
+    attention = next(node for node in model.graph if node.op_type == "PagedAttention")
+    value = attention.inputs[1]
+    while value.producer().op_type != "RMSNormalization":
+        value = value.producer().inputs[0]
+    value.producer().attributes["epsilon"] = ir.AttrFloat32("epsilon", 0.5)
+    ir.save(attach_functions(model.clone()), tmp_path / "canonical.onnx")
+    wanted = _logits(tmp_path / "canonical.onnx")
+    facts = _lower(model)
+    assert [(spec.has_norm, spec.rotary_dim) for spec in facts.attention] == [(0, 0), (1, 32)]
+    ir.save(to_reference(model), tmp_path / "lowered.onnx")
+    assert _relative_error(_logits(tmp_path / "lowered.onnx"), wanted) < 1e-5
 
 
 def test_graph_as_the_parser_sees_it(exported):
