@@ -14,11 +14,12 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.batch import BatchBuilder
+from runtime.bench.roofline import LiveRoofline
 from runtime.block_pool import BlockPool
 from runtime.config import ResolvedConfig, RuntimeConfig, resolve
 from runtime.contract import TOKENIZER_DIR, Manifest, load_manifest
@@ -78,6 +79,7 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     kv_cache_bytes: int
+    roofline_share: Mapping[str, float] = field(default_factory=dict)  # by stage, of the steps since the last snapshot
 
 
 class _Sequence:
@@ -103,6 +105,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.loop = loop
+        self.roofline: LiveRoofline | None = None
         self._lock = threading.Lock()
         self._sequences: dict[str, _Sequence] = {}  # by internal request id
         self._user_ids: dict[str, list[str]] = {}
@@ -122,6 +125,9 @@ class Engine:
         resolved = resolve(config, manifest, kv_cache_free_bytes(manifest))
         tokenizer = Tokenizer.load(Path(path) / TOKENIZER_DIR)
         executor = load_executor(path, manifest, resolved)
+        roofline = LiveRoofline.load(Path(path), manifest)
+        if roofline is not None:
+            executor = roofline.attach(executor)
         pool = BlockPool(executor.num_blocks, executor.block_size, enable_prefix_caching=resolved.enable_prefix_caching)
         scheduler = Scheduler(
             pool,
@@ -135,7 +141,9 @@ class Engine:
         )
         sampler = Sampler(manifest.model.vocab_size, eos_token_ids=manifest.model.eos_token_ids)
         builder = BatchBuilder(executor.block_size, resolved.max_num_batched_tokens)
-        return cls(manifest, resolved, tokenizer, Loop(executor, scheduler, sampler, builder))
+        engine = cls(manifest, resolved, tokenizer, Loop(executor, scheduler, sampler, builder))
+        engine.roofline = roofline
+        return engine
 
     def submit(
         self,
@@ -211,6 +219,7 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
             kv_cache_bytes=self.loop.executor.kv_cache_bytes(),
+            roofline_share=self.roofline.read() if self.roofline is not None else {},
         )
 
     def is_healthy(self) -> bool:

@@ -161,6 +161,7 @@ _GAUGES = (
         "The running batch",
     ),
     ("nv_trt_llm_general_metrics", "general_type", ("iteration_counter", "timestamp"), "Steps so far, time of this reading"),
+    ("forgeline_roofline_share", "stage", ("prefill", "decode", "mixed"), "Least possible time over time taken, of recent steps"),
 )
 _COUNTERS = (
     ("forgeline_prompt_tokens_total", "prompt_tokens", "Prompt tokens processed"),
@@ -203,6 +204,7 @@ def _gauge_values(stats: Any, memory_bytes: Mapping[str, int]) -> dict[tuple[str
         (general, "iteration_counter"): stats.iteration,
         (general, "timestamp"): int(time.time()),
     }
+    values |= {("forgeline_roofline_share", stage): share for stage, share in stats.roofline_share.items()}
     values |= {("nv_trt_llm_runtime_memory_metrics", kind): memory_bytes[kind] for kind in ("cpu", "gpu", "pinned")}
     return values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -84,14 +84,14 @@ def run_engine(
     return run
 
 
-def _roofline(engine: Engine, directory: Path, steps: list[roofline.Step], peaks: machine.Peaks) -> dict[str, Any]:
+def _roofline(engine: Engine, directory: Path, steps: Iterable[roofline.Step], peaks: machine.Peaks) -> dict[str, Any]:
     if engine.manifest.target != "cpu":
         return {"unavailable": f"no roofline for target {engine.manifest.target}: only a CPU's peaks are measured here"}
     try:
         model = roofline.Model.load(directory, engine.manifest)
     except (OSError, KeyError, ValueError) as error:
         return {"unavailable": f"no roofline: the engine's report does not give its weights ({type(error).__name__}: {error})"}
-    assessed, seen = roofline.assess(steps, model, peaks)
+    assessed, seen = roofline.assess(list(steps), model, peaks)
     if seen.raised_by > peaks.raised_by:
         machine.store(seen)
     return roofline_section(assessed, seen)

@@ -13,7 +13,7 @@ from fakes import FakeExecutor, add_prompt, make_loop, make_scheduler
 
 from runtime.bench import machine, machine_code
 from runtime.bench.machine import Peaks
-from runtime.bench.roofline import Cost, MeteredExecutor, Model, Step, assess, floor_seconds
+from runtime.bench.roofline import Cost, LiveRoofline, MeteredExecutor, Model, Step, assess, floor_seconds
 from runtime.contract import REPORT_JSON, LayerSpec, load_manifest
 
 PEAKS = Peaks("m", ((1000, 400.0), (4000, 100.0)), fp32_ops=10.0, int8_ops=1000.0)
@@ -99,6 +99,22 @@ def test_metered_executor_sees_every_step_and_changes_none() -> None:
     assert all(each.seconds > 0 for each in metered.steps)
     assert metered.vocab_size == executor.vocab_size and isinstance(executor, FakeExecutor)
     assert len(recorder.tokens[request]) == 2
+
+
+def test_live_share_covers_the_steps_since_the_last_reading() -> None:
+    live = LiveRoofline(MODEL, PEAKS)
+    executor = live.attach(FakeExecutor())
+    assert executor.vocab_size == 97 and live.read() == {}
+    slow = step([1], [1], logits=1, seconds=10.0)
+    live.steps.append(slow)
+    share = MODEL.cost(slow).num_bytes / 400 / 10
+    assert live.read() == {"decode": pytest.approx(share)}
+    assert live.read() == {}
+    live.steps.extend([step([1], [1], logits=1, seconds=0.1)] * (live.MAX_STEPS + 5))  # far faster than the peaks allow
+    assert len(live.steps) == live.MAX_STEPS
+    assert live.read()["decode"] == pytest.approx(1)
+    live.steps.append(slow)
+    assert live.read()["decode"] == pytest.approx(0.01), "judged by the raised peaks"
 
 
 def test_model_is_read_from_the_engine(tiny_engine: Callable[[str], Path]) -> None:

@@ -51,7 +51,7 @@ def run(engine: Engine, directory: Path, count: int = 6, **options: Any) -> sess
 
 
 def test_a_run_accounts_for_every_token_and_every_step(engine: Engine, tiny_engine: Callable[[str], Path]) -> None:
-    before = engine.loop.times.steps
+    before, executor = engine.loop.times.steps, engine.loop.executor
     done = run(engine, tiny_engine("fp32"))
     assert all(record.ok and record.num_output_tokens == 8 and record.num_prompt_tokens == 16 for record in done.records)
     figures, roofline = done.sections["figures"], done.sections["roofline"]["stages"]
@@ -66,7 +66,15 @@ def test_a_run_accounts_for_every_token_and_every_step(engine: Engine, tiny_engi
     )
     for record in done.records:  # the client's clock and the engine's agree on who waited for what
         assert sum(record.stages_ms.values()) <= 1e3 * record.e2e + 50
-    assert not hasattr(engine.loop.executor, "steps"), "the plain executor is back"
+    assert engine.loop.executor is executor, "the meter is gone again"
+
+
+def test_a_known_machine_gives_a_live_share(tiny_engine: Callable[[str], Path]) -> None:
+    with Engine.load(tiny_engine("fp32"), RuntimeConfig(num_threads=1, num_blocks=256)) as loaded:
+        run(loaded, tiny_engine("fp32"), 3)
+        shares = loaded.stats().roofline_share
+        assert {"decode"} <= set(shares) <= {"prefill", "decode", "mixed"} and all(0 < share <= 1 for share in shares.values())
+        assert loaded.stats().roofline_share == {}
 
 
 def test_an_engine_faster_than_the_known_peaks_lifts_them_for_good(engine: Engine, tiny_engine: Callable[[str], Path]) -> None:

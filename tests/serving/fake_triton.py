@@ -248,7 +248,7 @@ class FakeEngine:
                 request.emit("", tokens=0, index=index, finish=FinishReason.CANCELLED)
 
 
-def make_stats(**changes: int) -> EngineStats:
+def make_stats(**changes: Any) -> EngineStats:
     stats = EngineStats(
         num_running=2, num_waiting=3, num_context_requests=1, num_generation_requests=1, num_scheduled_requests=2, max_num_seqs=8,
         num_blocks=32, num_used_blocks=8, num_free_blocks=24, num_cached_blocks=4, block_size=16, iteration=7,

@@ -54,6 +54,16 @@ def test_nothing_runs_when_the_last_step_is_over() -> None:
         assert found[f'nv_trt_llm_request_metrics{{request_type="{kind}",model="m",version="1"}}'] == 0
 
 
+def test_roofline_share_of_the_stages_that_ran() -> None:
+    metrics, registry = make()
+    metrics.update(make_stats(roofline_share={"decode": 0.75}), MEMORY)
+    metrics.update(make_stats(roofline_share={"prefill": 0.5}), MEMORY)
+    found = samples(registry)
+    shares = {"prefill": 0.5, "decode": 0.75, "mixed": 0}  # a stage that did not run keeps what it had
+    for stage, share in shares.items():
+        assert found[f'forgeline_roofline_share{{stage="{stage}",model="m",version="1"}}'] == share
+
+
 def test_counters_grow_by_differences() -> None:
     metrics, registry = make()
     metrics.update(make_stats(generation_tokens=50), MEMORY)
