@@ -17,6 +17,7 @@ from runtime.errors import EngineError, ForgelineError, InvalidRequest
 
 KV_CACHE_DTYPES = ("auto", "f32", "f16", "bf16", "u8", "u4", "f8", "i8")  # of some target; each says which are its own
 _EVERY_PRECISION = tuple(dict.fromkeys(name for names in PRECISIONS.values() for name in names))
+BUILD_MODULES = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "gguf", "safetensors", "tqdm")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(dest="command", required=True)
 
     build = commands.add_parser("build", help="turn a model into an engine directory")
-    build.add_argument("model", help="Hugging Face directory, .gguf file, bundled name (smollm2-135m-instruct) or hub id")
+    build.add_argument(
+        "model", help="Hugging Face directory, .gguf file, hub id, or a bundled name: smollm2-135m-instruct, gemma-3-270m"
+    )
     build.add_argument("--output", "--output_dir", type=Path, required=True, help="the engine directory")
     build.add_argument("--target", choices=TARGETS, default="cpu")
     build.add_argument("--precision", choices=_EVERY_PRECISION, help="default: fp32 on the CPU, fp16 on a GPU")
@@ -176,6 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"note: {note}", file=sys.stderr)
         arguments = parser().parse_args(words)
         result = {"build": build, "inspect": inspect, "deploy": deploy}[arguments.command](arguments)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in BUILD_MODULES:
+            raise
+        print(f"error: building needs {error.name}, which is not installed; pip install 'forgeline[build]'", file=sys.stderr)
+        return 2
     except ForgelineError as error:
         if as_json:
             print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}, ensure_ascii=False))

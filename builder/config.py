@@ -75,6 +75,8 @@ class BuildConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BuildError(f"--{name.replace('_', '-')} is {value} but must be at least 1")
+        if self.group_size is not None and self.precision != "int4":
+            raise BuildError(f"--group-size {self.group_size} is for --precision int4, not {self.precision}; leave it out")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise BuildError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is smaller than --max-num-seqs {self.max_num_seqs}, "

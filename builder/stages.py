@@ -33,6 +33,8 @@ class Stages:
         self._bar.set_description_str(name)
         self._bar.set_postfix_str("")
         self._tenth = 0
+        if self._lines:
+            print(f"{name} …", file=sys.stderr, flush=True)
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -119,7 +119,7 @@ class Scheduler:
         if n >= self.max_model_len:
             raise PromptTooLong(
                 f"the prompt has {n} tokens but max_model_len={self.max_model_len} leaves room for {self.max_model_len - 1}; "
-                "shorten the prompt or build the engine with a larger --max-model-len"
+                "shorten the prompt, or build with a larger --max-model-len where the model allows it"
             )
         if n >= self.max_num_tokens:
             raise PromptTooLong(

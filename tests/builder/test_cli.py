@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -91,6 +92,9 @@ def test_options_out_of_range(capsys: pytest.CaptureFixture[str], tmp_path: Path
     text = refuse_build(capsys, tmp_path, TINY, "--max-model-len", "4096")
     assert "--max-model-len 4096 exceeds the 2048 positions" in text
     assert "--max-num-seqs is 0 but must be at least 1" in refuse_build(capsys, tmp_path, TINY, "--max-num-seqs", "0")
+    assert "--group-size 64 is for --precision int4, not int8" in refuse_build(
+        capsys, tmp_path, TINY, "--precision", "int8", "--group-size", "64"
+    )
     text = refuse_build(capsys, tmp_path, TINY, "--max-num-batched-tokens", "8")
     assert "--max-num-batched-tokens 8 is smaller than --max-num-seqs 32" in text
 
@@ -101,6 +105,12 @@ def test_unknown_option_and_choice(capsys: pytest.CaptureFixture[str]) -> None:
             builder(["build", str(TINY), "--output", "x", *arguments])
         assert stop.value.code == 2
         assert arguments[-1] in capsys.readouterr().err
+
+
+def test_without_the_build_extra(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    monkeypatch.delitem(sys.modules, "builder.build", raising=False)
+    assert "needs onnx_ir, which is not installed; pip install 'forgeline[build]'" in refuse_build(capsys, tmp_path, TINY)
 
 
 def test_output_that_is_no_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -170,21 +170,35 @@ def test_a_failing_consumer_ends_its_own_request_only(engine: Engine, caplog: py
     assert "the consumer of request" in caplog.text
 
 
-def test_a_lagging_consumer_gets_tokens_together_but_the_first_one_alone(engine: Engine) -> None:
-    outputs: list[Output] = []
-    done = threading.Event()
+def test_a_lagging_stream_gets_tokens_together_and_first_tokens_overtake_it(engine: Engine) -> None:
+    """The consumer of one stream stops; what the loop makes meanwhile comes in one Output, after the first of a new stream."""
+    order: list[tuple[str, int]] = []
+    stalled, go_on, ended = threading.Event(), threading.Event(), threading.Semaphore(0)
 
     def slow(output: Output) -> None:
-        outputs.append(output)
-        time.sleep(0.05)
+        order.append(("slow", len(output.token_ids)))
+        if not stalled.is_set():
+            stalled.set()
+            assert go_on.wait(60)
         if output.finish_reason is not None:
-            done.set()
+            ended.release()
 
-    engine.submit(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True), on_output=slow)
-    assert done.wait(60)
-    assert len(outputs[0].token_ids) == 1
-    assert sum(len(output.token_ids) for output in outputs) == 60
-    assert max(len(output.token_ids) for output in outputs) > 1
+    def fresh(output: Output) -> None:
+        order.append(("fresh", len(output.token_ids)))
+        if output.finish_reason is not None:
+            ended.release()
+
+    engine.submit(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), on_output=slow)
+    assert stalled.wait(60)
+    produced = engine.stats().generation_tokens
+    engine.submit(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), on_output=fresh)
+    wait_until(lambda: engine.stats().generation_tokens >= produced + 20)
+    go_on.set()
+    assert ended.acquire(timeout=60) and ended.acquire(timeout=60)
+    assert order[1][0] == "fresh"
+    assert next(count for name, count in order[1:] if name == "slow") > 1
+    for who in ("slow", "fresh"):
+        assert sum(count for name, count in order if name == who) == 100
 
 
 def test_close_ends_what_is_running(tiny_engine: Callable[[str], Path]) -> None:
