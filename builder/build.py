@@ -222,6 +222,11 @@ def _accepted(
         verdict = gate.check(attempt.accuracy, limits)
         layers = attempt.plan.quantization.layers
         attempt.accuracy["gate"] = {**dataclasses.asdict(limits), "passed": verdict.passed}
+        wider = overrides
+        if not verdict.passed and config.fallback and config.target == "cpu":
+            wider = gate.raised(config.precision, layers, overrides, count)
+        if verdict.passed or wider == overrides:
+            attempt.accuracy["parts"] = _parts(config, canonical, staging, attempt)
         if verdict.passed:
             attempt.accuracy["fallback"] = {"steps": steps, "raised": overrides} if steps else {}
             return attempt
@@ -299,21 +304,40 @@ def _accuracy(
     config: BuildConfig, canonical: Path, staging: Path, manifest: Manifest, plan: Compiled, stages: Stages
 ) -> dict[str, Any]:
     """The compiled engine on held-out text, beside the fp32 graph on the reference executor."""
-    from builder.calibration_data import added_bos
-    from builder.data import heldout_text
-    from builder.judge import CONTEXT, judge, pool_tokens
-    from runtime.tokenizer import Tokenizer
+    from builder.judge import judge, pool_tokens
 
-    context = min(CONTEXT, manifest.max_model_len)
-    tokenizer = Tokenizer.load(staging / TOKENIZER_DIR)
-    quantized = staging / manifest.plan["canonical"] if "canonical" in manifest.plan and plan.quantization.is_quantized else None
+    text = _heldout(config, staging, manifest)
     return judge(
         canonical / "model.onnx",
-        lambda: plan.executor(manifest, pool_tokens(context)),
-        tokenizer.encode(heldout_text(), add_special_tokens=False)[: config.eval_tokens],
-        context=context,
-        bos_token_id=added_bos(tokenizer),
-        quantized_graph=quantized,
-        num_threads=len(os.sched_getaffinity(0)),
+        lambda: plan.executor(manifest, pool_tokens(text["context"])),
+        **text,
         progress=stages.progress,
     )
+
+
+def _parts(config: BuildConfig, canonical: Path, staging: Path, attempt: Attempt) -> dict[str, dict[str, float]]:
+    """What weights, activations and KV cache lose, each with those before it; empty where nothing is quantized."""
+    from builder.judge import PART_TOKENS, parts
+
+    plan = attempt.manifest.plan
+    kv = attempt.manifest.kv_cache
+    if "canonical" not in plan or (not attempt.plan.quantization.is_quantized and kv.key_dtype == "f32"):
+        return {}
+    text = _heldout(config, staging, attempt.manifest)
+    text["token_ids"] = text["token_ids"][:PART_TOKENS]
+    return parts(canonical / "model.onnx", staging / plan["canonical"], **text)
+
+
+def _heldout(config: BuildConfig, staging: Path, manifest: Manifest) -> dict[str, Any]:
+    from builder.calibration_data import added_bos
+    from builder.data import heldout_text
+    from builder.judge import CONTEXT
+    from runtime.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(staging / TOKENIZER_DIR)
+    return {
+        "token_ids": tokenizer.encode(heldout_text(), add_special_tokens=False)[: config.eval_tokens],
+        "context": min(CONTEXT, manifest.max_model_len),
+        "bos_token_id": added_bos(tokenizer),
+        "num_threads": len(os.sched_getaffinity(0)),
+    }

@@ -82,10 +82,10 @@ def refusal(
     fallback: bool,
 ) -> AccuracyGate:
     named = ", ".join(f"{name} ({layer.sqnr_db:.1f} dB)" for name, layer in worst(layers))
-    shares = ", ".join(f"{name} {part['perplexity_ratio']:.4f}" for name, part in parts.items())
+    shares = ", ".join(f"{name.replace('_', ' ')} {part['mean_kl']:.4f}" for name, part in parts.items())
     text = f"--precision {precision} with KV cache {key_dtype}:{value_dtype} loses too much: " + " and ".join(verdict.failures)
     if shares:
-        text += f"; perplexity ratio with {shares}"
+        text += f"; mean KL with, in turn, {shares}"
     if named:
         text += f"; noisiest layers: {named}"
     chosen = remedies(precision, key_dtype, value_dtype, parts, static=static, fallback=fallback)
@@ -103,10 +103,9 @@ def remedies(
 ) -> list[str]:
     """Three, the likeliest first: what the largest share of the loss points at."""
     found: list[str] = []
-    ratios = {name: part["perplexity_ratio"] for name, part in parts.items()}
-    before, shares = 1.0, {}
-    for name, ratio in ratios.items():  # each part is measured with those before it
-        shares[name], before = ratio / before, ratio
+    before, shares = 0.0, {}
+    for name, part in parts.items():  # each is measured with those before it
+        shares[name], before = part["mean_kl"] - before, part["mean_kl"]
     blamed = max(shares, key=lambda name: shares[name]) if shares else "weights"
     if blamed == "kv_cache":
         wider = "bf16" if "f8" in (key_dtype, value_dtype) else "f16"

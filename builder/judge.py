@@ -32,11 +32,10 @@ def judge(
     *,
     context: int = CONTEXT,
     bos_token_id: int | None = None,
-    quantized_graph: Path | None = None,
     num_threads: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """`candidate` makes an executor whose pool holds max(context, GREEDY_PROMPTS sequences). `quantized_graph`: for the parts."""
+    """`candidate` makes an executor whose pool holds `pool_tokens(context)`."""
     reference = reference_executor(reference_graph, context, num_threads)
     engine = candidate()
     try:
@@ -49,11 +48,6 @@ def judge(
     finally:
         reference.close()
         engine.close()
-    if quantized_graph is not None:
-        result["parts"] = parts(
-            reference_graph, quantized_graph, token_ids[:PART_TOKENS], context=context, bos_token_id=bos_token_id,
-            num_threads=num_threads,
-        )  # fmt: skip
     return result
 
 

@@ -1,0 +1,149 @@
+"""The accuracy gate: what it refuses, what it says, and that a fallback ends where the limits hold.
+
+The hard model computes the tiny Llama's function with three input channels and two pairs of key channels 60 times as large. On
+both, the measure is KL: the tiny Llama knows little, so its perplexity moves less than its predictions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import outlier_model
+import pytest
+
+from builder import gate
+from builder.build import build
+from builder.calibrate import calibrate
+from builder.config import BuildConfig
+from builder.judge import parts
+from builder.quantize import LayerReport, kv_cache
+from runtime.errors import AccuracyGate
+
+TINY_LLAMA = Path(__file__).parents[1] / "models" / "tiny-llama"
+MAX_KL = 0.02
+
+
+def accuracy(ratio: float, kl: float = 0.0) -> dict[str, float]:
+    return {"perplexity_ratio": ratio, "mean_kl": kl}
+
+
+def test_limits_are_inclusive_and_named() -> None:
+    limits = gate.Limits(max_ppl_increase=5.0, max_kl=0.1)
+    assert gate.check(accuracy(1.05 - 1e-9, 0.1), limits).passed
+    assert gate.check(accuracy(0.9), limits).passed
+    verdict = gate.check(accuracy(1.0712, 0.25), limits)
+    assert verdict.failures == ("perplexity rose by 7.12 % (limit 5 %)", "mean KL divergence is 0.2500 (limit 0.1)")
+    assert not gate.check(accuracy(float("nan")), limits).passed
+    assert gate.check(accuracy(1.0, 99.0), gate.Limits()).passed
+
+
+LAYERS = {
+    "a": LayerReport("int4", 30.0, 30.0, 50.0),
+    "b": LayerReport("int4", 10.0, 10.0, 50.0),
+    "c": LayerReport("int4", 20.0, 20.0, 50.0),
+    "head": LayerReport("int8", 15.0, 15.0, 50.0),
+}
+
+
+def test_the_noisiest_layers_are_raised_first_each_by_one_step() -> None:
+    first = gate.raised("int4", LAYERS, {}, 1)
+    assert first == {"b": "int8"}
+    assert gate.raised("int4", LAYERS, first, 2) == {"b": "bf16", "head": "bf16"}
+    assert gate.raised("int4", LAYERS, {"b": "bf16"}, 2) == {"b": "bf16", "head": "bf16", "c": "int8"}
+    everything = dict.fromkeys(LAYERS, "bf16")
+    assert gate.raised("int4", LAYERS, everything, 4) == everything
+
+
+def test_a_refusal_has_the_figures_the_layers_and_what_the_loss_points_at() -> None:
+    verdict = gate.check(accuracy(1.3), gate.Limits())
+    told = {name: {"mean_kl": kl} for name, kl in (("weights", 0.01), ("activations", 0.28), ("kv_cache", 0.3))}
+    error = gate.refusal("int8", "u8", "u8", verdict, LAYERS, told, static=True, fallback=False)
+    assert str(error) == (
+        "--precision int8 with KV cache u8:u8 loses too much: perplexity rose by 30.00 % (limit 5 %); mean KL with, in turn, "
+        "weights 0.0100, activations 0.2800, kv cache 0.3000; noisiest layers: b (10.0 dB), head (15.0 dB), c (20.0 dB), "
+        "a (30.0 dB); try --activation-scales dynamic, --precision int8-sq, which moves outliers of activations into the "
+        "weights, or --fallback, which raises the precision of the noisiest layers"
+    )
+    told["kv_cache"]["mean_kl"] = 0.6
+    (first, *_) = gate.remedies("fp8", "f8", "f8", told, static=True, fallback=False)
+    assert first.startswith("--kv-cache-dtype bf16:f8 or bf16")
+
+
+@pytest.fixture(scope="module")
+def hard_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import shutil
+
+    directory = tmp_path_factory.mktemp("hard")
+    outlier_model.harden(outlier_model.load(TINY_LLAMA), 60.0).save_pretrained(directory)
+    for file in TINY_LLAMA.glob("*token*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def built(model: Path, output: Path, **options: Any) -> dict[str, Any]:
+    options = {"precision": "int8", "activation_scales": "static", "kv_cache_dtype": "f32", "calibration_samples": 4, **options}
+    return build(
+        BuildConfig(str(model), output, eval_tokens=300, max_kl=MAX_KL, max_ppl_increase=100, **options), quiet=True
+    ).report
+
+
+def test_static_int8_of_the_hard_model_is_refused_by_name(hard_model: Path, own_cache: None, tmp_path: Path) -> None:
+    with pytest.raises(AccuracyGate) as refusal:
+        built(hard_model, tmp_path / "engine")
+    text = str(refusal.value)
+    assert re.search(r"mean KL divergence is 0\.\d+ \(limit 0\.02\)", text)
+    named = re.findall(r"model\.layers\.\d\.(\S+) \((\S+) dB\)", text)
+    assert len(named) == 5
+    assert {name for name, _ in named} <= {"self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"}  # what reads the channels
+    assert "--activation-scales dynamic" in text and "--precision int8-sq" in text and "--fallback" in text
+    assert not (tmp_path / "engine").exists()
+
+
+def test_smoothquant_saves_it(hard_model: Path, own_cache: None, tmp_path: Path) -> None:
+    report = built(hard_model, tmp_path / "engine", precision="int8-sq")
+    assert report["accuracy"]["mean_kl"] < MAX_KL / 10
+    assert report["accuracy"]["gate"]["passed"]
+    assert json.loads((tmp_path / "engine" / "manifest.json").read_text())["precision"]["emulated"]
+
+
+def test_fallback_raises_the_layers_that_read_the_channels(hard_model: Path, own_cache: None, tmp_path: Path) -> None:
+    report = built(hard_model, tmp_path / "engine", fallback=True)
+    assert report["accuracy"]["mean_kl"] <= MAX_KL
+    record = report["accuracy"]["fallback"]
+    assert [step["raised"] for step in record["steps"]] == [0, 1, 3, 7][: len(record["steps"])]
+    assert record["steps"][0]["mean_kl"] > MAX_KL
+    assert set(record["raised"].values()) == {"bf16"}
+    assert {name.split(".", 3)[3] for name in record["raised"]} <= {"self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"}
+    assert report["weights"]["layers"].keys().isdisjoint(record["raised"])
+
+
+def test_keys_of_eight_bits_lose_where_wide_keys_do_not(hard_model: Path, own_cache: None, tmp_path: Path) -> None:
+    """Integer keys with a scale per head cannot hold channels 60 times apart; values can. FP8 rounds each number by itself."""
+    report = built(hard_model, tmp_path / "engine", precision="fp32", activation_scales="auto")
+    assert report["accuracy"]["mean_kl"] < 1e-6
+    graph = tmp_path / "engine" / "plan" / "canonical.onnx"
+    tokens = [int(token) for token in np.random.default_rng(0).integers(5, 2048, 256)]
+    found = {}
+    for pair in ("i8", "bf16:i8", "f8", "bf16:f8"):
+        model = ir.load(graph)
+        key, value = kv_cache.parse_pair(pair)
+        amax = calibrate(graph, tokens, kv_cache.cached_tensors(model, key, value), num_threads=1)
+        kv_cache.insert(model, key, value, amax)
+        rounded = graph.with_name("rounded.onnx")
+        ir.save(model, rounded)
+        found[pair] = parts(graph, rounded, tokens, num_threads=1)["kv_cache"]
+    strict = gate.Limits(max_ppl_increase=100, max_kl=0.005)
+    assert {pair for pair, part in found.items() if gate.check(part, strict).passed} == {"bf16:i8", "f8", "bf16:f8"}
+    assert found["bf16:f8"]["mean_kl"] < found["f8"]["mean_kl"] / 2
