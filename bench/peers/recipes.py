@@ -100,7 +100,7 @@ RECIPES = (
     ),
     Recipe(
         "ctranslate2",
-        ("ctranslate2==4.8.5", "transformers<5", TORCH),
+        ("ctranslate2==4.8.5", "transformers>=5", TORCH),
         {"int4": ("int8 (no int4)", _CTRANSLATE2), "int8": ("int8", _CTRANSLATE2)},
     ),
     Recipe(
