@@ -103,6 +103,18 @@ def test_q_and_k_that_are_treated_differently_stay_outside(exported, tmp_path):
     assert _relative_error(_logits(tmp_path / "lowered.onnx"), wanted) < 1e-5
 
 
+def test_parts_in_another_order_are_put_together_again(exported, tmp_path):
+    _, model = _fused(exported, "gpt2")
+    attention = next(node for node in model.graph if node.op_type == "PagedAttention")
+    key, value = attention.inputs[1:3]
+    attention.replace_input_with(1, value)
+    attention.replace_input_with(2, key)
+    ir.save(attach_functions(model.clone()), tmp_path / "canonical.onnx")
+    assert _lower(model).packed == 1  # the other layer
+    ir.save(to_reference(model), tmp_path / "lowered.onnx")
+    assert _relative_error(_logits(tmp_path / "lowered.onnx"), _logits(tmp_path / "canonical.onnx")) < 1e-5
+
+
 def test_graph_as_the_parser_sees_it(exported):
     _, model = _fused(exported, "qwen3")
     _lower(model)

@@ -100,10 +100,13 @@ def test_calibration_finds_the_largest_magnitudes(exported, tmp_path):
     windows = [calibrate(tiny.reference, part, names, context=16, num_threads=1) for part in (ids[:16], ids[16:])]
     for name in names:
         np.testing.assert_array_equal(found[name], np.maximum(windows[0][name], windows[1][name]))
-    embedding = tiny.model.get_input_embeddings().weight.detach().numpy()[ids]
+    embedding = tiny.model.get_input_embeddings().weight.detach().numpy()
     weight = tiny.model.model.layers[0].input_layernorm.weight.detach().numpy()
     normed = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True) + tiny.model.config.rms_norm_eps) * weight
-    assert found[str(norm_out.name)] == pytest.approx(np.abs(normed).max(), rel=1e-5)
+    assert found[str(norm_out.name)] == pytest.approx(np.abs(normed[ids]).max(), rel=1e-5)
+    below_zero = next(token for token in range(3, 100) if -normed[token].min() > normed[token].max())
+    alone = calibrate(tiny.reference, [below_zero], {str(norm_out.name): None}, num_threads=1)
+    assert alone[str(norm_out.name)] == pytest.approx(-normed[below_zero].min(), rel=1e-5)
     assert not list(tiny.reference.parent.glob(".observed-*"))
 
 
