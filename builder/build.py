@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from builder import gate, model_zoo
-from builder.bundle import atomic_directory, require_space
+from builder.bundle import atomic_directory, check_apart, check_replaceable, require_space
 from builder.cache import canonical_entry, prune, touch
 from builder.checkpoint import load_checkpoint, source_bytes, source_sha256
 from builder.config import BuildConfig, canonical_key
 from builder.report import write_report
+from builder.source import resolve
 from builder.stages import Stages, peak_rss_bytes
 from runtime import __version__
 from runtime.contract import (
@@ -71,10 +72,12 @@ def build(config: BuildConfig, *, quiet: bool = False) -> BuildResult:
 def _build(config: BuildConfig, stages: Stages) -> BuildResult:
     with stages("resolve"):
         source = model_zoo.resolve(config.source)
+        check_apart(config.output, resolve(source).path)
         sha256 = source_sha256(source)
         key = config.key(sha256)
         if (report := _existing(config.output, key)) is not None:
             return BuildResult(config.output, report, up_to_date=True)
+        check_replaceable(config.output)
         require_space(config.output, source_bytes(source), "the engine")
     with atomic_directory(config.output) as staging:
         with stages("export"):
@@ -105,9 +108,8 @@ def _canonical(source: str, sha256: str, config: BuildConfig, staging: Path) -> 
     if not (entry / "spec.json").is_file():
         entry.parent.mkdir(parents=True, exist_ok=True)
         require_space(entry.parent, 3 * source_bytes(source), "the exported graph (build cache)")
-        with atomic_directory(entry) as place:
+        with atomic_directory(entry, replace=True) as place:  # a concurrent build of the same model may have been faster
             _export(source, place)
-            (place / MANIFEST_FILE).write_text("{}\n")  # lets a concurrent build of the same model replace it
         prune(entry.parent, keep=entry)
     touch(entry)
     return entry
@@ -190,6 +192,7 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
             },
             "compiled": {
                 "activations": plan.activations,
+                "emulated": plan.emulated,
                 "runtime_types": plan.runtime_types,
                 "compile_ms": round(plan.compile_ms, 1),
             },

@@ -14,6 +14,8 @@ from builder.bundle import atomic_directory, disk_errors, require_space, tree_by
 from builder.cache import prune
 from runtime.errors import BuildError, OutOfDisk
 
+OLD = '{"schema_version": 1, "forgeline_version": "0", "plan": {}}'
+
 
 def names(place: Path) -> list[str]:
     return sorted(entry.name for entry in place.iterdir())
@@ -37,10 +39,10 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
 def test_failure_keeps_the_engine_that_was_there(tmp_path: Path) -> None:
     engine = tmp_path / "engine"
     engine.mkdir()
-    (engine / "manifest.json").write_text("old")
+    (engine / "manifest.json").write_text(OLD)
     with pytest.raises(KeyboardInterrupt), atomic_directory(engine):
         raise KeyboardInterrupt
-    assert (engine / "manifest.json").read_text() == "old"
+    assert (engine / "manifest.json").read_text() == OLD
     with atomic_directory(engine) as staging:
         (staging / "manifest.json").write_text("new")
     assert (engine / "manifest.json").read_text() == "new"
@@ -82,7 +84,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk(small_disk: Path) -> None:
-    with pytest.raises(OutOfDisk, match=r"is full \(0 MB free\)"), atomic_directory(small_disk / "engine") as staging:
+    with (
+        pytest.raises(OutOfDisk, match=r"is full after 1\.0 MB were written \(0 MB free\); free some space"),
+        atomic_directory(small_disk / "engine") as staging,
+    ):
         (staging / "weights.bin").write_bytes(b"x" * (2 << 20))
     assert names(small_disk) == []
 
