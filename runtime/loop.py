@@ -148,8 +148,7 @@ class Loop:
         if isinstance(item, Request):
             self._open.add(item)
             try:
-                self._check_token_ids(item.prompt_token_ids)
-                self.sampler.validate(item.params)
+                self._check(item)
                 self.scheduler.add(item)
             except (InvalidRequest, QueueFull) as error:
                 outputs.append(_end(item, FinishReason.ERROR, str(error)))
@@ -158,6 +157,19 @@ class Loop:
         if request is not None:
             self.sampler.forget(request)
             outputs.append(TokenOutput(request, finish_reason=request.finish_reason))
+
+    def _check(self, request: Request) -> None:
+        """Whatever is wrong with a request, of the wrong type for instance, is the fault of that request alone."""
+        try:
+            self._check_token_ids(request.prompt_token_ids)
+            self.sampler.validate(request.params)
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            log.exception("request %s cannot be read", request.request_id)
+            raise InvalidRequest(
+                f"the request cannot be read ({type(error).__name__}: {error}); check its token ids and parameters"
+            ) from error
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         vocab_size = self.executor.vocab_size

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from runtime.errors import InvalidRequest
 
@@ -21,9 +24,64 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
 
 
+# Bounds of SamplingParams: each keeps float32 logits finite, or the cost of a request to the others within reason.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_BIAS = 1e4  # either way; more than any model's logits span, so that it bans or forces a token
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024  # how many, and characters of each
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 2048  # token sequences: 1024 words, each with and without a space before it
+MAX_BIASED_TOKENS = 8192
+
+
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
         raise InvalidRequest(f"{name} is {value!r} but must be {allowed}")
+
+
+def _whole(name: str, value: Any) -> int:
+    _check(isinstance(value, numbers.Integral) and not isinstance(value, bool), name, value, "a whole number")
+    return int(value)
+
+
+def _finite(name: str, value: Any, ok: Callable[[float], bool], allowed: str) -> float:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    try:
+        number = float(value) if real else math.nan
+    except OverflowError:  # of a whole number
+        number = math.inf
+    _check(math.isfinite(number) and ok(number), name, value, allowed)
+    return number
+
+
+def _sequence(name: str, value: Any, most: int, of: str) -> tuple[Any, ...]:
+    _check(isinstance(value, (list, tuple)), name, value, f"a tuple of {of}")
+    if len(value) > most:
+        raise InvalidRequest(f"{name} holds {len(value)} {of} but at most {most} are allowed; send fewer")
+    return tuple(value)
+
+
+# Numbers of SamplingParams: name, what is allowed, and that in words.
+_NUMBERS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: value >= 0, "a finite number ≥ 0"),
+    ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
+    ("min_p", lambda value: 0 <= value <= 1, "in [0, 1]"),
+    (
+        "repetition_penalty",
+        lambda value: MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY,
+        f"in [{MIN_REPETITION_PENALTY}, {MAX_REPETITION_PENALTY:g}]",
+    ),
+    ("presence_penalty", lambda value: -2 <= value <= 2, "in [-2, 2]"),
+    ("frequency_penalty", lambda value: -2 <= value <= 2, "in [-2, 2]"),
+)
+
+
+def _bias(entry: Any) -> tuple[int, float]:
+    pair = isinstance(entry, (list, tuple)) and len(entry) == 2
+    _check(pair, "an entry of logit_bias", entry, "a token id and a number")
+    id = _whole("a token of logit_bias", entry[0])
+    allowed = f"in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
+    return id, _finite(f"the bias of token {id}", entry[1], lambda bias: abs(bias) <= MAX_BIAS, allowed)
 
 
 @dataclass(frozen=True)
@@ -32,7 +90,7 @@ class SamplingParams:
 
     temperature 0 is greedy and ignores top_k, top_p and min_p. top_k 0 and -1 mean off. `seed` fixes a row's randomness
     whatever else shares its batch; None draws one. `logprobs` n asks for the chosen token's logprob and the n best (0 = chosen
-    token only); None asks for none.
+    token only); None asks for none. Lists are taken as tuples. The bounds are the constants above.
     """
 
     max_tokens: int = 16
@@ -55,31 +113,38 @@ class SamplingParams:
     include_stop_in_output: bool = False
 
     def __post_init__(self) -> None:
+        def keep(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)  # the checked value in the field's own type
+
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            keep(name, _whole(name, getattr(self, name)))
+        for name in ("seed", "logprobs"):
+            if getattr(self, name) is not None:
+                keep(name, _whole(name, getattr(self, name)))
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_in_output"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _check(
-            0 <= self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            f"in [0, max_tokens={self.max_tokens}]",
-        )
-        finite = math.isfinite
-        _check(finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a finite number ≥ 0")
+        _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"in [0, max_tokens={self.max_tokens}]")
         _check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or at least 1")
-        _check(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _check(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _check(
-            finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty", self.repetition_penalty, "a finite number > 0",
-        )  # fmt: skip
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(finite(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
+        for name, ok, allowed in _NUMBERS:
+            keep(name, _finite(name, getattr(self, name), ok, allowed))
         if self.seed is not None:
             _check(0 <= self.seed < 2**64, "seed", self.seed, "in [0, 2**64)")
         if self.logprobs is not None:
-            _check(0 <= self.logprobs <= 20, "logprobs", self.logprobs, "in [0, 20]")
-        _check(all(self.stop), "stop", self.stop, "made of non-empty strings")
-        _check(all(finite(bias) for _, bias in self.logit_bias), "logit_bias", self.logit_bias, "made of finite numbers")
+            _check(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"in [0, {MAX_LOGPROBS}]")
+        keep("stop", _sequence("stop", self.stop, MAX_STOP_STRINGS, "strings"))
+        _check(all(isinstance(stop, str) and stop for stop in self.stop), "stop", self.stop, "made of non-empty strings")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidRequest(f"stop has a string of {longest} characters but at most {MAX_STOP_CHARS} are taken; shorten it")
+        ids = _sequence("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
+        keep("stop_token_ids", tuple(_whole("a token of stop_token_ids", id) for id in ids))
+        words = _sequence("bad_words_ids", self.bad_words_ids, MAX_BAD_WORDS, "token sequences")
+        for word in words:
+            _check(isinstance(word, (list, tuple)), "a sequence of bad_words_ids", word, "a tuple of token ids")
+        keep("bad_words_ids", tuple(tuple(_whole("a token of bad_words_ids", id) for id in word) for word in words))
+        biases = _sequence("logit_bias", self.logit_bias, MAX_BIASED_TOKENS, "token biases")
+        keep("logit_bias", tuple(_bias(entry) for entry in biases))
 
     @property
     def is_greedy(self) -> bool:

@@ -15,6 +15,8 @@ top_k                keeps exactly k, the lower id among equals; top_p the small
 seed                 the n-th output token's randomness is a hash of (seed, n): the same alone, in a batch, after preemption
 logprobs             of the model's own distribution: before temperature, bias, penalties and masks
 
+A row that cannot be sampled, for whatever reason, ends alone: a block of rows in which something raises is done again row by row.
+
 State per request (token counts, a drawn seed) follows `Request.token_ids`, which preemption keeps; it ends with `forget`, or
 with the request. Not thread-safe: owned by the loop.
 
@@ -24,9 +26,10 @@ Raises   InvalidRequest from `validate`; a row that cannot be sampled is reporte
 
 from __future__ import annotations
 
+import logging
 import math
-import secrets
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,13 +40,20 @@ import runtime.logits as ops
 from runtime.errors import InvalidRequest
 from runtime.executors.base import StepOutput
 from runtime.request import Request, SamplingParams
+from runtime.row_state import FREE, GREEDY, RowState
+
+log = logging.getLogger("forgeline.sampler")
 
 NOT_A_TOKEN = -1
 BROKEN_LOGITS = (
-    "the engine produced NaN or infinite logits for this request; check the engine with `builder verify`, or build it with a "
-    "wider --precision"
+    "the engine produced NaN or infinite logits for this request; read the engine's accuracy with `builder inspect`, or build it "
+    "again with a wider --precision"
 )
-_GREEDY, _FREE, _FILTERED = range(3)  # rows are worked on in this order, so that each kind is a slice
+BROKEN_BY_PARAMETERS = (
+    "repetition_penalty={0.repetition_penalty}, frequency_penalty={0.frequency_penalty}, presence_penalty={0.presence_penalty} "
+    "and logit_bias make this request's logits infinite; move them towards 1, 0, 0 and none"
+)
+NOTHING_LEFT = "min_tokens, bad_words_ids and logit_bias together exclude every token; loosen one of them"
 _BLOCK_BYTES = 4 << 20  # logits worked on at a time: they stay in the cache, and in one buffer however large the batch
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-5, 1e30  # keeps float32 arithmetic finite; beyond, the choice no longer changes
 
@@ -64,93 +74,25 @@ class SampledTokens:
     errors: Mapping[int, str] = field(default_factory=dict)
 
 
-class _TokenCounts:
-    """Distinct tokens of one request in order of first use, with how often each was produced; grows by appending."""
-
-    def __init__(self, with_prompt: bool) -> None:
-        self._with_prompt = with_prompt
-        self._reset()
-
-    def _reset(self) -> None:
-        self._num_seen = 0
-        self._slots: dict[int, int] = {}
-        self._ids = np.empty(64, np.int64)
-        self._counts = np.zeros(64, np.float32)
-
-    def update(self, request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """(ids, output counts) up to the request's last token. Costs the tokens added since the last call."""
-        if request.num_tokens < self._num_seen:  # tokens were taken back
-            self._reset()
-        num_prompt = request.num_prompt_tokens
-        if self._num_seen < num_prompt:
-            if self._with_prompt:
-                for token in dict.fromkeys(request.prompt_token_ids):
-                    self._slot(token)
-            self._num_seen = num_prompt
-        for token in request.token_ids[self._num_seen :]:
-            slot = self._slot(token)  # may replace the arrays, so not inside the subscript
-            self._counts[slot] += 1
-        self._num_seen = request.num_tokens
-        used = len(self._slots)
-        return self._ids[:used], self._counts[:used]
-
-    def _slot(self, token: int) -> int:
-        slot = self._slots.setdefault(token, len(self._slots))
-        if slot == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[slot] = token
-        return slot
-
-
-class _RowState:
-    """What one request needs at every step, worked out once."""
-
-    def __init__(self, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> None:
-        self.params = params
-        self.seed = params.seed if params.seed is not None else secrets.randbits(64)
-        penalized = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-        self.counts = _TokenCounts(with_prompt=params.repetition_penalty != 1) if penalized else None
-        self.stop_ids = tuple(dict.fromkeys(eos_token_ids + params.stop_token_ids)) if params.min_tokens else ()
-        changes_logits = bool(penalized or params.bad_words_ids or params.logit_bias)
-        self._always = not params.is_greedy or changes_logits or params.logprobs is not None
-        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self.kind = _GREEDY if params.is_greedy else _FILTERED if filtered else _FREE
-
-    def needs_logits(self, request: Request) -> bool:
-        return self._always or self.below_minimum(request)
-
-    def below_minimum(self, request: Request) -> bool:
-        return request.num_output_tokens < self.params.min_tokens
-
-    def masked(self, request: Request) -> Iterable[int]:
-        if self.below_minimum(request):
-            yield from self.stop_ids
-        tokens = request.token_ids
-        for *before, last in self.params.bad_words_ids:
-            if not before or tokens[-len(before) :] == before:
-                yield last
-
-
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
         self.vocab_size = vocab_size
         self._eos_token_ids = tuple(id for id in eos_token_ids if 0 <= id < vocab_size)
-        self._states: weakref.WeakKeyDictionary[Request, _RowState] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Request, RowState] = weakref.WeakKeyDictionary()
         self._values = self._scratch = np.empty((0, vocab_size), np.float32)
 
     def validate(self, params: SamplingParams) -> None:
         """Raises InvalidRequest for what only the vocabulary can tell. Call it when a request arrives."""
-        ids = [id for word in params.bad_words_ids for id in word]
-        biased = [id for id, _ in params.logit_bias]
+        ids = {id for word in params.bad_words_ids for id in word}
+        biased = Counter(id for id, _ in params.logit_bias)
         for name, values in (("bad_words_ids", ids), ("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
             for id in values:
                 if not 0 <= id < self.vocab_size:
                     raise InvalidRequest(f"{name} names token {id} but the model's token ids are 0 to {self.vocab_size - 1}")
         if not all(params.bad_words_ids):
             raise InvalidRequest("bad_words_ids contains an empty sequence but each must name at least one token")
-        if len(set(biased)) < len(biased):
-            twice = next(id for id in biased if biased.count(id) > 1)
+        if biased and biased.most_common(1)[0][1] > 1:
+            twice = biased.most_common(1)[0][0]
             raise InvalidRequest(f"logit_bias names token {twice} twice; give each token one bias")
 
     def forget(self, request: Request) -> None:
@@ -163,28 +105,41 @@ class Sampler:
         assert token_ids.shape == (len(requests),), f"{token_ids.shape} tokens for {len(requests)} requests"
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         errors: dict[int, str] = {}
-        active: list[tuple[int, Request, _RowState]] = []
+        active: list[tuple[int, Request, RowState]] = []
         for row, request in enumerate(requests):
             try:
                 state = self._state(request)
-            except InvalidRequest as error:
-                errors[row] = str(error)
+                needed = state.needs_logits(request)
+            except Exception as error:
+                errors[row] = str(error) if isinstance(error, InvalidRequest) else _fault(error)
                 continue
-            if state.needs_logits(request):
+            if needed:
                 active.append((row, request, state))
         self._check_argmax(output, token_ids, errors)
         active.sort(key=lambda entry: entry[2].kind)
         size = max(1, _BLOCK_BYTES // (4 * self.vocab_size))
+        if active:
+            shape = output.logits.shape
+            assert shape == (len(requests), self.vocab_size), f"logits of shape {shape}, vocabulary of {self.vocab_size}"
         for start in range(0, len(active), size):
-            self._process(output.logits, active[start : start + size], token_ids, logprobs, errors)
+            block = active[start : start + size]
+            try:
+                self._process(output.logits, block, token_ids, logprobs, errors)
+            except Exception:
+                log.exception("%d rows could not be sampled together; each is sampled alone", len(block))
+                for entry in block:
+                    try:
+                        self._process(output.logits, [entry], token_ids, logprobs, errors)
+                    except Exception as error:
+                        errors[entry[0]] = _fault(error)
         token_ids[list(errors)] = NOT_A_TOKEN
         return SampledTokens(token_ids, logprobs, errors)
 
-    def _state(self, request: Request) -> _RowState:
+    def _state(self, request: Request) -> RowState:
         state = self._states.get(request)
         if state is None:
             self.validate(request.params)
-            state = self._states[request] = _RowState(request.params, self._eos_token_ids)
+            state = self._states[request] = RowState(request.params, self._eos_token_ids, self.vocab_size)
         return state
 
     def _check_argmax(self, output: StepOutput, token_ids: npt.NDArray[np.int64], errors: dict[int, str]) -> None:
@@ -199,13 +154,12 @@ class Sampler:
     def _process(
         self,
         raw: npt.NDArray[np.float32],
-        block: Sequence[tuple[int, Request, _RowState]],
+        block: Sequence[tuple[int, Request, RowState]],
         token_ids: npt.NDArray[np.int64],
         logprobs: list[TokenLogprobs | None],
         errors: dict[int, str],
     ) -> None:
         """Choose the tokens of some rows, in order of kind, into `token_ids`, `logprobs` and `errors`."""
-        assert raw.shape == (len(token_ids), self.vocab_size), f"logits of shape {raw.shape}, vocabulary of {self.vocab_size}"
         rows, requests, states = zip(*block, strict=True)
         if len(self._values) < len(rows):  # two arrays: numpy's exp is ten times slower into memory next to its input
             self._values, self._scratch = (np.empty((len(rows), self.vocab_size), np.float32) for _ in range(2))
@@ -221,12 +175,11 @@ class Sampler:
             top_ids, top_values = ops.largest(values, numbers)
         self._edit(values, requests, states)
         best = values.max(axis=1)
-        for i in np.flatnonzero(best == -np.inf):
-            errors.setdefault(
-                rows[i], "min_tokens, bad_words_ids and logit_bias together exclude every token; loosen one of them"
-            )
+        for i in np.flatnonzero(~np.isfinite(best)):  # a row with a NaN has the maximum NaN
+            reason = NOTHING_LEFT if best[i] == -np.inf else BROKEN_BY_PARAMETERS.format(states[i].params)
+            errors.setdefault(rows[i], reason)
             values[i] = best[i] = 0
-        num_greedy, num_free = (sum(state.kind == kind for state in states) for kind in (_GREEDY, _FREE))
+        num_greedy, num_free = (sum(state.kind == kind for state in states) for kind in (GREEDY, FREE))
         chosen = np.empty(len(rows), np.int64)
         values[:num_greedy].argmax(axis=1, out=chosen[:num_greedy])
         values -= best[:, None]
@@ -245,14 +198,14 @@ class Sampler:
         values: npt.NDArray[np.float32],
         scratch: npt.NDArray[np.float32],
         requests: Sequence[Request],
-        states: Sequence[_RowState],
+        states: Sequence[RowState],
     ) -> npt.NDArray[np.int64]:
         params = [state.params for state in states]
         temperature = np.clip(np.array([p.temperature for p in params]), _MIN_TEMPERATURE, _MAX_TEMPERATURE)
         values /= temperature[:, None].astype(np.float32)
         return ops.choose(
             values,
-            np.array([p.top_k for p in params]),
+            np.array([state.top_k for state in states]),
             np.array([p.top_p for p in params]),
             np.array([p.min_p for p in params]),
             ops.uniforms(
@@ -262,25 +215,36 @@ class Sampler:
             scratch,
         )
 
-    def _edit(self, values: npt.NDArray[np.float32], requests: Sequence[Request], states: Sequence[_RowState]) -> None:
+    def _edit(self, values: npt.NDArray[np.float32], requests: Sequence[Request], states: Sequence[RowState]) -> None:
         """Bias, penalties and masks, in place: each a single scatter over all rows."""
-        biases = [(i, id, bias) for i, state in enumerate(states) for id, bias in state.params.logit_bias]
-        if biases:
-            row, id, bias = zip(*biases, strict=True)
-            values[row, id] += np.array(bias, np.float32)
+        biased = [i for i, state in enumerate(states) if len(state.bias)]
+        if biased:
+            at = _places((i, states[i].bias_ids) for i in biased)
+            values[at] += np.concatenate([states[i].bias for i in biased])
         counted = [(i, *s.counts.update(r)) for i, (s, r) in enumerate(zip(states, requests, strict=True)) if s.counts]
         if counted:
             index, ids, counts = zip(*counted, strict=True)
             lengths = [len(part) for part in ids]
-            at = np.repeat(index, lengths), np.concatenate(ids)
+            at = _places(zip(index, ids, strict=True))
             count = np.concatenate(counts)
 
             def per_token(name: str) -> npt.NDArray[np.float32]:
                 return np.repeat(np.array([getattr(states[i].params, name) for i in index], np.float32), lengths)
 
             value, repetition = values[at], per_token("repetition_penalty")
-            value = np.where(value > 0, value / repetition, value * repetition)
-            values[at] = value - per_token("frequency_penalty") * count - per_token("presence_penalty") * (count > 0)
-        masks = [(i, id) for i, (s, r) in enumerate(zip(states, requests, strict=True)) for id in s.masked(r)]
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite afterwards is found and reported
+                value = np.where(value > 0, value / repetition, value * repetition)
+                values[at] = value - per_token("frequency_penalty") * count - per_token("presence_penalty") * (count > 0)
+        masks = [(i, ids) for i, (s, r) in enumerate(zip(states, requests, strict=True)) for ids in s.masked(r) if len(ids)]
         if masks:
-            values[tuple(np.array(masks).T)] = -np.inf
+            values[_places(masks)] = -np.inf
+
+
+def _places(ids_of_rows: Iterable[tuple[int, npt.NDArray[np.int64]]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(row index, token id) of every element, to index a [rows, V] array with."""
+    rows, ids = zip(*ids_of_rows, strict=True)
+    return np.repeat(rows, [len(part) for part in ids]), np.concatenate(ids)
+
+
+def _fault(error: Exception) -> str:
+    return f"this request's next token could not be chosen ({type(error).__name__}: {error}); change its sampling parameters"

@@ -12,6 +12,7 @@ from fakes import expected_tokens, make_loop, make_request, make_scheduler
 from runtime.errors import InvalidRequest
 from runtime.loop import TokenOutput
 from runtime.request import FinishReason
+from runtime.sampler import Sampler
 
 
 def drain(loop) -> None:
@@ -116,6 +117,24 @@ def test_parameters_the_sampler_refuses_end_the_request():
     loop.submit(request)
     drain(loop)
     assert end_of(recorder, request) == (FinishReason.ERROR, "logit_bias names token 1000")
+
+
+@pytest.mark.parametrize("broken", ["ids", "words"])
+def test_a_request_that_cannot_be_read_ends_alone(broken, caplog):
+    caplog.set_level(logging.CRITICAL, "forgeline.loop")
+    loop, _, recorder = make_loop(make_scheduler())
+    loop.sampler.validate = Sampler(97).validate
+    good, bad = make_request("good", [1, 2], max_tokens=3), make_request("bad", [1])
+    if broken == "ids":
+        bad.prompt_token_ids.append("a")
+    else:
+        object.__setattr__(bad.params, "bad_words_ids", (5,))  # past the checks of SamplingParams
+    for request in (good, bad):
+        loop.submit(request)
+    drain(loop)
+    reason, error = end_of(recorder, bad)
+    assert reason is FinishReason.ERROR and error.startswith("the request cannot be read (TypeError: ")
+    assert recorder.tokens[good] == expected_tokens([1, 2], 3, 97)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])

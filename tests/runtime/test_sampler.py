@@ -1,5 +1,6 @@
 import gc
 import math
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -157,7 +158,7 @@ def test_bad_words_mask_what_would_complete_them():
 
 
 def test_masks_beat_any_bias():
-    assert pick([0.0, 1.0], bad_words_ids=((0,),), logit_bias=((0, 1e30),)) == 1
+    assert pick([0.0, 1.0], bad_words_ids=((0,),), logit_bias=((0, 1e4),)) == 1
 
 
 # --- errors ---
@@ -220,6 +221,72 @@ def test_valid_ids_pass():
     Sampler(4).validate(SamplingParams(logit_bias=((0, 1.0), (3, 1.0)), bad_words_ids=((3, 0),), stop_token_ids=(3,)))
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}])
+def test_parameters_that_make_logits_infinite_end_their_own_row(params):
+    """Within the bounds of SamplingParams it takes logits that no model has."""
+    logits = [[3e38, 1.0, 2.0], [0.0, 3.0, 1.0]]
+    requests = [make_request([0], repetition_penalty=0.01, **params), make_request(**params, bad_words_ids=((0,), (2,)))]
+    sampled = Sampler(3).sample(step(logits), requests)
+    assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 1]
+    assert list(sampled.errors) == [0]
+    assert sampled.errors[0].startswith(
+        "repetition_penalty=0.01, frequency_penalty=0.0, presence_penalty=0.0 and logit_bias make"
+    )
+
+
+@pytest.mark.parametrize("fault", ["seed", "prompt"])
+def test_a_row_that_raises_ends_alone_and_the_others_get_their_tokens(fault, caplog):
+    guilty = make_request([0], temperature=1.0, seed=1, repetition_penalty=1.5)
+    if fault == "seed":
+        object.__setattr__(guilty.params, "seed", 2**70)  # past the checks of SamplingParams
+    else:
+        guilty.prompt_token_ids[0] = guilty.token_ids[0] = 400  # not in the vocabulary
+    others = [make_request(temperature=1.0, seed=n, repetition_penalty=1.3, logprobs=1) for n in range(3)]
+    greedy = make_request()
+    logits = np.random.default_rng(0).normal(0, 1, (5, 400))
+    batch = [others[0], guilty, others[1], greedy, others[2]]
+    sampled = Sampler(400).sample(step(logits), batch)
+    assert list(sampled.errors) == [1]
+    assert sampled.errors[1].startswith("this request's next token could not be chosen (")
+    alone = [pick(logits[row], temperature=1.0, seed=n, repetition_penalty=1.3) for n, row in enumerate((0, 2, 4))]
+    assert sampled.token_ids.tolist() == [alone[0], NOT_A_TOKEN, alone[1], logits[3].argmax(), alone[2]]
+    assert [entry is not None for entry in sampled.logprobs] == [True, False, True, False, True]
+    assert "5 rows" not in caplog.text and "4 rows could not be sampled together" in caplog.text
+
+
+def test_parameters_of_the_wrong_shape_end_their_own_row():
+    guilty = make_request()
+    object.__setattr__(guilty.params, "bad_words_ids", (5,))
+    sampled = Sampler(4).sample(step([[0, 1, 2, 3]] * 2), [guilty, make_request()])
+    assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 3]
+    assert "'int' object is not iterable" in sampled.errors[0]
+
+
+def test_what_a_message_names_exists():
+    from builder.cli import parser
+    from runtime import sampler
+
+    commands = parser()._subparsers._group_actions[0].choices
+    named = re.findall(r"`builder (\w+)", sampler.BROKEN_LOGITS)
+    assert named == ["inspect"] and named[0] in commands
+
+
+@pytest.mark.parametrize("top_k", [4, 5, 2**70])
+def test_a_top_k_beyond_the_vocabulary_is_off(top_k, caplog):
+    for seed in range(20):
+        off, narrow = make_request(seed=seed, temperature=1.0, top_k=top_k), make_request(seed=seed, temperature=1.0, top_k=1)
+        sampled = Sampler(4).sample(step([[0, 0, 0, 0], [0, 1, 0, 0]]), [off, narrow])
+        assert sampled.token_ids.tolist() == [pick([0.0] * 4, seed=seed, temperature=1.0), 1]
+    assert not caplog.records
+
+
+def test_bad_words_that_share_their_last_token_but_one():
+    words = ((1, 0), (2, 1, 2), (3, 1, 3), (2, 2, 1))
+    assert pick([9.0, 7.0, 8.0, 6.0], bad_words_ids=words, prompt=[2, 1]) == 1  # 0 and 2 are banned, 3 is not
+    assert pick([9.0, 7.0, 8.0, 6.0], bad_words_ids=words, prompt=[3, 1]) == 2  # 0 and 3
+    assert pick([9.0, 7.0, 8.0, 6.0], bad_words_ids=words, prompt=[1, 2]) == 0
+
+
 # --- randomness ---
 
 
@@ -233,7 +300,7 @@ def brute_force(values, temperature, top_k, top_p, min_p):
     kept, share = [], probability[ids] / probability[ids].sum()
     for id, mass in zip(ids, share, strict=True):
         kept.append(id)
-        if share[: len(kept)].sum() >= top_p:
+        if share[: len(kept)].sum() >= top_p or not share[len(kept) :].any():  # all of it may round to less than 1
             break
         assert mass > 0
     probability = probability[kept]
