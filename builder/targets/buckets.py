@@ -3,7 +3,12 @@
     decode   T = B = R            buckets 1, 2, 4, then multiples of 8 up to max_num_seqs, which is always one and never exceeded
     mixed    T tokens, any B, R   buckets 64, 128, 256 … up to max_num_batched_tokens
 
-A profile is a range of shapes and serves every bucket in it; ranges end at powers of two, so that there are few of them.
+A profile is a range of shapes and serves every bucket in it.
+
+    fine     ranges end at powers of two: TensorRT chooses kernels per profile, when it builds
+    coarse   one range of small batches, one of all larger ones, one of all mixed steps: TensorRT-RTX compiles kernels for the
+             shapes it meets when it runs, and every profile costs a plan its code again (SmolLM2 fp8: 19 MB each)
+
 No range holds a single token count: TensorRT would choose a matrix-vector kernel for 1 that reads weights in another order, and
 store every layer a second time (SmolLM2 fp16: 486 MB instead of 271 MB).
 
@@ -64,21 +69,22 @@ class Profile:
         return asdict(self)
 
 
-def profiles(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Profile, ...]:
+def profiles(max_num_seqs: int, max_num_batched_tokens: int, *, coarse: bool = False) -> tuple[Profile, ...]:
     """In the order they are added to the engine."""
     found: list[Profile] = []
     buckets = decode_buckets(max_num_seqs)
     low = 1
     while low <= max_num_seqs:
-        high = min(max_num_seqs, max(2, 1 << (low - 1).bit_length()))
+        high = max_num_seqs if coarse and low > 1 else min(max_num_seqs, max(2, 1 << (low - 1).bit_length()))
         inside = tuple(bucket for bucket in buckets if low <= bucket <= high)
         span = (low, inside[0] if low == 1 else high, max(high, 2))
         found.append(Profile(len(found), "decode", span, span, span, inside))
         low = high + 1
     low = 1
     every_seq = (1, max_num_seqs, max(max_num_seqs, 2))
-    for tokens in token_buckets(max_num_batched_tokens):
+    sizes = token_buckets(max_num_batched_tokens)
+    for tokens in sizes[-1:] if coarse else sizes:
         span = (low, tokens, max(tokens, 2))
-        found.append(Profile(len(found), "mixed", span, every_seq, every_seq, (tokens,)))
+        found.append(Profile(len(found), "mixed", span, every_seq, every_seq, sizes if coarse else (tokens,)))
         low = tokens + 1
     return tuple(found)

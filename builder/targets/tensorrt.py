@@ -186,7 +186,7 @@ def build_plan(
     ir.save(quantized, path, external_data="weights.bin")
     graph = ir.load(path)  # its weights refer to the file just written
 
-    shapes = profiles(max_num_seqs, max_num_batched_tokens)
+    shapes = profiles(max_num_seqs, max_num_batched_tokens, coarse=target == TENSORRT_RTX)
     blocks_per_seq = -(-max_model_len // block_size)
     plans: dict[str, BuiltPlan] = {}
     weights: dict[str, list[Stored]] = {}
@@ -278,6 +278,7 @@ def report(result: PlanResult) -> dict[str, Any]:
             "launches_per_plugin": _launches(result, int(arch.removeprefix("sm"))),
             "bytes_per_weight": {role: round(bytes_per_weight(each), 4) for role, each in by_role.items() if role != "other"},
             "layers_bytes_per_weight": round(bytes_per_weight(layers), 4),
+            "code_bytes": plan.num_bytes - sum(each.copies * each.num_bytes + each.scale_bytes for each in result.weights[arch]),
             "second_copies": sum(each.copies > 1 for each in result.weights[arch]),
         }
     return found

@@ -48,6 +48,16 @@ def test_profiles_of_the_defaults():
     assert {p.num_seqs for p in found if p.kind == "mixed"} == {(1, 32, 32)}
 
 
+def test_coarse_profiles():
+    found = profiles(32, 512, coarse=True)
+    assert [(p.kind, p.num_tokens, p.num_seqs, p.buckets) for p in found] == [
+        ("decode", (1, 1, 2), (1, 1, 2), (1, 2)),
+        ("decode", (3, 32, 32), (3, 32, 32), (4, 8, 16, 24, 32)),
+        ("mixed", (1, 512, 512), (1, 32, 32), (64, 128, 256, 512)),
+    ]
+    assert [p.kind for p in profiles(1, 64, coarse=True)] == ["decode", "mixed"]
+
+
 def test_shapes_of_a_profile():
     decode, mixed = profiles(2, 16)
     assert decode.shapes(5) == {
@@ -59,10 +69,10 @@ def test_shapes_of_a_profile():
     assert mixed.shapes(5)["seq_lens"] == ((1,), (2,), (2,))
 
 
-@given(st.integers(1, 300), st.integers(0, 5000))
-def test_every_step_has_a_profile_and_every_bucket_one(max_num_seqs, extra):
+@given(st.integers(1, 300), st.integers(0, 5000), st.booleans())
+def test_every_step_has_a_profile_and_every_bucket_one(max_num_seqs, extra, coarse):
     max_tokens = max_num_seqs + extra
-    found = profiles(max_num_seqs, max_tokens)
+    found = profiles(max_num_seqs, max_tokens, coarse=coarse)
     assert [profile.index for profile in found] == list(range(len(found)))
     decode = [profile for profile in found if profile.kind == "decode"]
     assert sum((profile.buckets for profile in decode), ()) == decode_buckets(max_num_seqs)
