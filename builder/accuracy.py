@@ -25,6 +25,7 @@ from runtime.errors import BuildError
 from runtime.executors.base import Executor
 
 Logits = npt.NDArray[np.float32]
+MAX_LOSS = 500.0  # nats per token; a uniform guess over a million tokens loses 14
 Progress = Callable[[int, int], None]  # tokens scored so far, tokens to score
 
 
@@ -77,7 +78,7 @@ def evaluate(
             scored += len(targets)
             if progress is not None:
                 progress(scored, expected)
-    return Accuracy(perplexity=math.exp(total / scored), num_tokens=scored)
+    return Accuracy(perplexity=_perplexity(total / scored, "model"), num_tokens=scored)
 
 
 def compare(
@@ -124,15 +125,31 @@ def compare(
         scored += len(targets)
         if progress is not None:
             progress(scored, expected)
+    reference_perplexity = _perplexity(reference_loss / scored, "unquantized model")
+    perplexity = _perplexity(loss / scored, "engine")
+    if not np.isfinite(kl).all():
+        raise BuildError(
+            f"the KL divergence of {np.count_nonzero(~np.isfinite(kl))} of {scored} held-out tokens is not a number: some logits "
+            "are infinite; choose a wider --precision, or check the checkpoint's weights"
+        )
     return AccuracyReport(
-        perplexity=math.exp(loss / scored),
-        reference_perplexity=math.exp(reference_loss / scored),
+        perplexity=perplexity,
+        reference_perplexity=reference_perplexity,
         perplexity_ratio=math.exp((loss - reference_loss) / scored),
         mean_kl=float(kl.mean(dtype=np.float64)),
         p99_kl=float(np.percentile(kl, 99)),
         top1_agreement=agreed / scored,
         num_tokens=scored,
     )
+
+
+def _perplexity(loss: float, whose: str) -> float:
+    """`loss` is the mean over tokens; beyond MAX_LOSS nats nothing is being predicted, and exp would overflow."""
+    if not loss <= MAX_LOSS:
+        what = "logits that are not numbers" if math.isnan(loss) else f"a mean loss of {loss:.4g} nats per token"
+        remedy = "choose a wider --precision or --kv-cache-dtype" if whose == "engine" else "check the checkpoint's weights"
+        raise BuildError(f"the {whose} gives {what} on the held-out text, where at most {MAX_LOSS:.0f} nats are usable; {remedy}")
+    return math.exp(loss)
 
 
 def greedy_divergence(

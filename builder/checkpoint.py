@@ -7,6 +7,8 @@ Raises   ModelNotFound, UnsupportedModel, CorruptCheckpoint
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from builder import source as files
 from builder.source import GENERATION_CONFIG, Source
 from runtime.contract import ModelSpec
 from runtime.errors import CorruptCheckpoint, UnsupportedModel
+
+# Tables that old checkpoints store and models compute.
+_COMPUTED = re.compile(r"(inv_freq|rope_freqs|\.(attn|attention)\.(masked_)?bias|position_ids)(\.weight)?$")
 
 
 @dataclass(frozen=True)
@@ -72,23 +77,51 @@ def _load_model(source: Source) -> Any:
             families.check_config(config.to_dict() | {"architectures": [named] if named else []}, source.given)
             where["quantization_config"] = GgufConfig(dequantize=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **where, config=config, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+            **where,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            attn_implementation="eager",
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except UnsupportedModel:
+    except (UnsupportedModel, CorruptCheckpoint):
         raise
     except Exception as error:  # safetensors, gguf and torch each raise their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "is not supported yet" in reason:
             raise UnsupportedModel(f"{source.given}: {reason}; the supported architectures are {families.supported()}") from error
+        if source.is_gguf:
+            raise CorruptCheckpoint(
+                f"{source.given} is a damaged or truncated GGUF file: its {source.path.stat().st_size} bytes are not what its "
+                f"header describes ({reason}); copy the file again"
+            ) from error
         raise CorruptCheckpoint(
             f"{source.given} cannot be loaded ({type(error).__name__}: {reason}); copy the checkpoint again"
         ) from error
     model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise CorruptCheckpoint(
-            f"{source.given} lacks {len(missing)} of the model's weights ({missing[0]}); copy the checkpoint again"
-        )
+    _check_weights(source.given, model, report)
     return model.eval()
+
+
+def _check_weights(given: str, model: Any, report: dict[str, Any]) -> None:
+    """The weights are the model's, all of them, in its shapes, and numbers. transformers fills in what does not fit at random."""
+    import torch
+
+    again = "copy the checkpoint again, or correct config.json"
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise CorruptCheckpoint(f"{given}: {name} has the shape {list(found)} but config.json implies {list(expected)}; {again}")
+    if missing := sorted(report["missing_keys"]):
+        raise CorruptCheckpoint(f"{given} lacks {len(missing)} of the model's weights ({missing[0]}); {again}")
+    if unexpected := sorted(name for name in report["unexpected_keys"] if not _COMPUTED.search(name)):
+        raise CorruptCheckpoint(
+            f"{given} holds {len(unexpected)} weights that the model of its config.json does not have ({unexpected[0]}); {again}"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not all(math.isfinite(extreme) for extreme in torch.aminmax(parameter.detach())):
+            count = parameter.numel() - int(torch.isfinite(parameter).sum())
+            raise CorruptCheckpoint(
+                f"{given}: {count} of the {parameter.numel()} values of {name} are NaN or infinite; copy the checkpoint again"
+            )
 
 
 def model_spec(model: Any, name: str = "model", sha256: str = "") -> ModelSpec:

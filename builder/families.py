@@ -3,7 +3,7 @@
 A family is here when a tiny random model of it matches Hugging Face eager attention through the reference executor
 (tests/runtime/test_reference_executor.py). Everything else is refused by name.
 
-Raises  UnsupportedModel
+Raises  UnsupportedModel; CorruptCheckpoint for a config.json whose values cannot be
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.errors import UnsupportedModel
+from runtime.errors import CorruptCheckpoint, UnsupportedModel
 
 # architecture (Hugging Face class) → model_type of its config
 FAMILIES = {
@@ -40,6 +40,13 @@ _MOE_TYPES = ("mixtral", "qwen3_moe")
 # Frequencies that depend on the length of the running batch cannot be part of a static graph.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
+# Sizes that every model has, by either name; GPT-2 and GPT-J use the second.
+_SIZES = (
+    ("num_hidden_layers", "n_layer"), ("max_position_embeddings", "n_positions"), ("hidden_size", "n_embd"),
+    ("num_attention_heads", "n_head"), ("vocab_size", "vocab_size"),
+)  # fmt: skip
+_POSITIONS = _SIZES[1]
+
 
 def supported() -> str:
     return ", ".join(sorted(FAMILIES))
@@ -49,7 +56,12 @@ def check_config(config: Mapping[str, Any], source: str) -> str:
     """The architecture `config` (config.json as a dict) describes, once it is known that it can be built."""
     model_type = str(config.get("model_type", ""))
     named = config.get("architectures") or []
-    architecture = str(named[0]) if named else _BY_TYPE.get(model_type, "")
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise CorruptCheckpoint(
+            f"{source}: architectures in config.json is {named!r} but must be a list of names such as ['LlamaForCausalLM']; "
+            "correct config.json"
+        )
+    architecture = named[0] if named else _BY_TYPE.get(model_type, "")
     if architecture not in FAMILIES:
         what = architecture or model_type or "an unnamed architecture"
         if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
@@ -62,6 +74,7 @@ def check_config(config: Mapping[str, Any], source: str) -> str:
             f"{source}: config.json says {architecture} but model_type {model_type!r} instead of {FAMILIES[architecture]!r}; "
             "correct config.json"
         )
+    _check_values(config, source)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
         raise UnsupportedModel(
@@ -78,6 +91,27 @@ def check_config(config: Mapping[str, Any], source: str) -> str:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"{source}: use_bidirectional_attention is set but only causal attention is supported")
     return architecture
+
+
+def _check_values(config: Mapping[str, Any], source: str) -> None:
+    for names in _SIZES:
+        for name in names:
+            value = config.get(name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise CorruptCheckpoint(
+                    f"{source}: {name} in config.json is {value!r} but must be an integer of at least 1; correct config.json"
+                )
+    for name in ("quantization_config", "rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise CorruptCheckpoint(
+                f"{source}: {name} in config.json is {value!r} but must be an object or null; correct config.json"
+            )
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens the model was trained for, where config.json says it."""
+    return next((config[name] for name in _POSITIONS if config.get(name) is not None), None)
 
 
 def _rope_types(config: Mapping[str, Any]) -> list[str]:

@@ -7,16 +7,35 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from runtime.contract import REPORT_JSON
+from runtime.errors import BuildError
 
 
 def write_report(root: Path, report: Mapping[str, Any]) -> None:
-    (root / REPORT_JSON).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        name = ".".join(_not_finite(report)) or "a figure"
+        raise BuildError(f"{name} of the build report is not a finite number; check the checkpoint's weights") from error
+    (root / REPORT_JSON).write_text(text + "\n", encoding="utf-8")
     (root / "report.html").write_text(to_html(report), encoding="utf-8")
+
+
+def _not_finite(content: Any) -> tuple[str, ...]:
+    """The path to the first NaN or infinity."""
+    if isinstance(content, Mapping | list | tuple):
+        items = content.items() if isinstance(content, Mapping) else enumerate(content)
+        for key, value in items:
+            if isinstance(value, float) and not math.isfinite(value):
+                return (str(key),)
+            if below := _not_finite(value):
+                return (str(key), *below)
+    return ()
 
 
 def to_html(report: Mapping[str, Any]) -> str:
@@ -45,12 +64,16 @@ def _table(content: Any) -> str:
     return html.escape(str(content))
 
 
+def _emulated(report: Mapping[str, Any]) -> str:
+    return " (emulated: judges accuracy, not speed)" if report.get("compiled", {}).get("emulated") else ""
+
+
 def summary(report: Mapping[str, Any]) -> str:
     """The lines `builder build` and `builder inspect` print."""
     model, weights, memory = report["model"], report["weights"], report["memory"]
     lines = [
         f"model       {model['name']} ({model['architecture']}, {model['num_parameters'] / 1e6:.1f} M parameters)",
-        f"target      {report['target']}, precision {report['precision']}, "
+        f"target      {report['target']}, precision {report['precision']}{_emulated(report)}, "
         f"KV cache {memory['key_dtype']}:{memory['value_dtype']}, block {memory['block_size']}",
         f"weights     {weights['total_bytes'] / 1e6:.1f} MB, {weights['bytes_per_weight']:.3f} bytes per weight",
         *(

@@ -88,13 +88,37 @@ def _download(hub_id: str) -> Path:
 
 
 def read_config(source: Source) -> dict[str, Any]:
+    return _read_json(source.path / CONFIG)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
             raise ValueError("it is not a JSON object")
-        return config
-    except (ValueError, OSError) as error:
-        raise CorruptCheckpoint(f"{source.path / CONFIG} cannot be read ({error}); copy the checkpoint again") from error
+        return data
+    except (ValueError, OSError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read ({error}); copy the checkpoint again") from error
+
+
+def check_generation_config(source: Source) -> None:
+    """Only what the runtime reads: the special tokens."""
+    path = source.path / GENERATION_CONFIG
+    if not path.is_file():
+        return
+    for name, value in _read_json(path).items():
+        if name not in ("bos_token_id", "eos_token_id", "pad_token_id") or value is None:
+            continue
+        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise CorruptCheckpoint(f"{path}: {name} is {value!r} but must be a token's number; correct the file or remove it")
+
+
+def _shards(index: Path) -> set[str]:
+    weights = _read_json(index).get("weight_map", {})
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+        raise CorruptCheckpoint(f"{index}: weight_map must map each weight to its file; copy the checkpoint again")
+    return set(weights.values())
 
 
 def check(source: Source) -> None:
@@ -109,9 +133,10 @@ def check(source: Source) -> None:
         raise CorruptCheckpoint(
             f"{source.given} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer's files beside {CONFIG}"
         )
+    check_generation_config(source)
     files = source.weight_files()
     for index in sorted(source.path.glob("*.index.json")):
-        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        shards = _shards(index)
         missing = sorted(name for name in shards if not (source.path / name).is_file())
         if missing and not (index.name.startswith("pytorch_model") and files and files[0].suffix == ".safetensors"):
             raise CorruptCheckpoint(

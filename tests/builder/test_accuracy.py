@@ -229,3 +229,37 @@ def test_built_in_texts_are_long_enough_and_share_no_paragraph() -> None:
     left, right = ({line for line in text.split("\n") if len(line) > 40} for text in texts)
     assert left and right
     assert not left & right
+
+
+# ------------------------------------------------------------------------------------------------------- no such figure
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (np.nan, "logits that are not numbers"),
+        (np.inf, "logits that are not numbers"),
+        (-1e9, "a mean loss of .* nats per token"),
+    ],
+)
+def test_a_perplexity_that_is_no_number_is_refused(value: float, what: str) -> None:
+    """Token 1 has the broken logit; the text is made of it."""
+    good, bad = random_table(1), random_table(1)
+    bad[:, :, 1] = value
+    text = [1] * 20
+    with np.errstate(invalid="ignore"):
+        with pytest.raises(BuildError, match=f"the engine gives {what} on the held-out text.*; choose a wider --precision"):
+            compare(Trigram(good), Trigram(bad), text, context=16)
+        with pytest.raises(BuildError, match=f"the unquantized model gives {what} .*; check the checkpoint's weights"):
+            compare(Trigram(bad), Trigram(good), text, context=16)
+        with pytest.raises(BuildError, match=f"the model gives {what}"):
+            evaluate(Trigram(bad), text, context=16)
+
+
+def test_an_infinite_divergence_is_refused() -> None:
+    """Neither model can predict token 0, which the text lacks: both losses are finite, the divergence is 0 · (∞ − ∞)."""
+    table = random_table(1)
+    table[:, :, 0] = -np.inf
+    message = "the KL divergence of 19 of 19 held-out tokens is not a number"
+    with np.errstate(invalid="ignore"), pytest.raises(BuildError, match=message):
+        compare(Trigram(table), Trigram(table), [1] * 20, context=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -284,8 +285,86 @@ def test_missing_weight(copy: Path) -> None:
 
 def test_weight_of_another_shape(copy: Path) -> None:
     edit(copy / "config.json", intermediate_size=100)
-    with pytest.raises(CorruptCheckpoint, match="cannot be loaded"):
+    message = r"model\.layers\.0\.mlp\.down_proj\.weight has the shape \[64, 96\] but config\.json implies \[64, 100\]"
+    with pytest.raises(CorruptCheckpoint, match=message):
         load_checkpoint(str(copy))
+
+
+def test_more_weights_than_the_model_has(copy: Path) -> None:
+    """Fewer layers in config.json than in the file would be a different model."""
+    edit(copy / "config.json", num_hidden_layers=1)
+    message = r"holds 9 weights that the model of its config\.json does not have \(model\.layers\.1\.input_layernorm\.weight\)"
+    with pytest.raises(CorruptCheckpoint, match=message):
+        load_checkpoint(str(copy))
+
+
+def change_weights(directory: Path, **changes: Any) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    weights.update({name.replace("__", "."): value for name, value in changes.items()})
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_tables_that_the_model_computes_are_no_weights(copy: Path) -> None:
+    change_weights(copy, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(8, np.float32))
+    load_checkpoint(str(copy))
+    change_weights(copy, model__layers__0__self_attn__extra=np.ones(8, np.float32))
+    with pytest.raises(CorruptCheckpoint, match=r"holds 1 weights that .* \(model\.layers\.0\.self_attn\.extra\)"):
+        load_checkpoint(str(copy))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers(value: float, copy: Path) -> None:
+    weight = np.ones((64, 96), np.float32)
+    weight[3, 5] = weight[3, 6] = value
+    change_weights(copy, model__layers__1__mlp__down_proj__weight=weight)
+    message = r"2 of the 6144 values of model\.layers\.1\.mlp\.down_proj\.weight are NaN or infinite"
+    with pytest.raises(CorruptCheckpoint, match=message):
+        load_checkpoint(str(copy))
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": {"a": "mod', "[1]", '{"weight_map": 7}', '{"weight_map": {"a": 1}}'])
+def test_damaged_index(text: str, copy: Path) -> None:
+    (copy / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors\.index\.json.*; copy the checkpoint again"):
+        source_sha256(str(copy))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token_id": ', r"generation_config\.json cannot be read \("),
+        ("[]", r"generation_config\.json cannot be read \(it is not a JSON object\)"),
+        ('{"eos_token_id": "two"}', r"generation_config\.json: eos_token_id is 'two' but must be a token's number"),
+        ('{"bos_token_id": [1]}', r"generation_config\.json: bos_token_id is \[1\] but must be a token's number"),
+    ],
+)
+def test_damaged_generation_config(text: str, message: str, copy: Path) -> None:
+    """Refused without torch, before the export."""
+    (copy / "generation_config.json").write_text(text)
+    with pytest.raises(CorruptCheckpoint, match=message):
+        source_sha256(str(copy))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("num_hidden_layers", 0, "an integer of at least 1"),
+        ("max_position_embeddings", 0, "an integer of at least 1"),
+        ("hidden_size", "64", "an integer of at least 1"),
+        ("num_attention_heads", True, "an integer of at least 1"),
+        ("architectures", "LlamaForCausalLM", "a list of names"),
+        ("architectures", [7], "a list of names"),
+        ("rope_scaling", "linear", "an object or null"),
+        ("rope_parameters", [1], "an object or null"),
+        ("quantization_config", "awq", "an object or null"),
+    ],
+)
+def test_values_that_config_json_cannot_have(name: str, value: Any, rule: str, copy: Path) -> None:
+    edit(copy / "config.json", **{name: value})
+    with pytest.raises(CorruptCheckpoint, match=re.escape(f"{name} in config.json is {value!r} but must be {rule}")):
+        source_sha256(str(copy))
 
 
 def test_missing_or_damaged_tokenizer(copy: Path, tmp_path: Path) -> None:
@@ -308,7 +387,9 @@ def test_damaged_gguf(llama: tuple[Any, Path], tmp_path: Path) -> None:
     path = tiny_models.save_gguf(llama[0], tmp_path / "tiny.gguf")
     data = path.read_bytes()
     path.write_bytes(data[:-1000])
-    with pytest.raises(CorruptCheckpoint, match=r"tiny\.gguf cannot be loaded \(.*\); copy the checkpoint again"):
+    with pytest.raises(
+        CorruptCheckpoint, match=rf"tiny\.gguf is a damaged or truncated GGUF file: its {len(data) - 1000} bytes are not"
+    ):
         load_checkpoint(str(path))
     path.write_bytes(b"GGML" + data[4:])
     with pytest.raises(CorruptCheckpoint, match="does not begin with GGUF"):

@@ -12,6 +12,7 @@ import pytest
 
 from builder.bundle import atomic_directory
 from builder.cli import main as builder
+from builder.report import write_report
 from builder.staging import LOCK_FILE, staging_directory, sweep
 from runtime.errors import BuildError
 
@@ -169,3 +170,13 @@ def test_two_builds_race_to_the_same_output(tmp_path: Path) -> None:
     assert failures == []
     assert names(tmp_path) == ["engine"] and names(engine) == ["manifest.json", "plan"]
     assert (engine / "plan" / "writer").read_text() in "012345"
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+
+def test_a_report_with_a_figure_that_is_no_number_is_not_written(tmp_path: Path) -> None:
+    report = {"weights": {"classes": [{"bits": 1.0}, {"bits": float("inf")}]}}
+    with pytest.raises(BuildError, match=r"weights\.classes\.1\.bits of the build report is not a finite number"):
+        write_report(tmp_path, report)
+    assert names(tmp_path) == []
