@@ -11,6 +11,8 @@ Admission  never preempts, and needs room for the whole sequence and one token m
 Preemption takes the lowest rank below the request that needs room; its blocks go back to the pool and it queues again at
            its old rank. A request with nobody below it keeps its blocks and pauses. So the highest-ranked request always
            moves on and ends, then the next: no starvation within a priority and no livelock.
+Splitting  no part of a prompt is smaller than min_prefill_tokens, chunks and what a prefix hit leaves alike: where executors
+           compute a single token in another way than several, a prompt has the same result however it was split.
 Chunking   off: a prompt is never split, and the first prompt of a step runs whatever its length, even past the budget.
 Static     policy "static", a baseline: requests are admitted in cohorts of max_num_seqs, the next when all have finished.
 
@@ -78,8 +80,10 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         policy: str = "continuous",
         eos_token_ids: Iterable[int] = (),
+        min_prefill_tokens: int = 1,
     ) -> None:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0 and policy in ("continuous", "static")
+        assert 1 <= min_prefill_tokens <= max_num_batched_tokens
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -87,6 +91,7 @@ class Scheduler:
         self.max_queue_size = max_queue_size
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
+        self.min_prefill_tokens = min_prefill_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_num_tokens = min(max_model_len, pool.num_blocks * pool.block_size)  # of one sequence, prompt and output
         self.stats = SchedulerStats()
@@ -209,8 +214,15 @@ class Scheduler:
         first_prefill = step.num_prefills == 0
         step.num_prefills += 1
         if self.enable_chunked_prefill:
-            return max(0, min(missing, step.budget))
+            return self._split(missing, step.budget)
         return missing if first_prefill or missing <= step.budget else 0
+
+    def _split(self, missing: int, limit: int) -> int:
+        """The largest chunk within `limit` that leaves no part of the `missing` tokens smaller than min_prefill_tokens."""
+        if missing <= limit:
+            return missing
+        count = min(limit, missing - self.min_prefill_tokens)
+        return count if count >= self.min_prefill_tokens else 0
 
     def _reserve(self, request: Request, count: int, step: _Step) -> int:
         """Give the request blocks it may write for `count` tokens; for fewer, down to 0, when nobody is left to preempt."""
@@ -228,7 +240,9 @@ class Scheduler:
             room = (len(table) + pool.num_available - num_copies) * size - first
             if room <= 0 or pool.num_available < num_copies or not self.enable_chunked_prefill:
                 return 0
-            count = min(count, room)
+            count = self._split(request.num_tokens - first, min(count, room))
+            if count == 0:
+                return 0
         if index < len(table):
             block = table[index]
             writable = pool.make_writable(block)
@@ -324,19 +338,20 @@ class Scheduler:
         return True
 
     def _reusable(self, request: Request) -> tuple[list[int], int]:
-        """Blocks to start from and the number of tokens computed in them. At least one token is left to compute.
+        """Blocks to start from and the number of tokens computed in them. At least min_prefill_tokens are left to compute.
 
-        Either a run of full blocks from the prefix cache, or the blocks of a computed parent up to its last prompt token,
-        whose logits the fork needs again. The block this token is written to is shared too if it has earlier tokens.
+        Either a run of full blocks from the prefix cache, or the blocks of a computed parent up to its last prompt tokens,
+        since the fork needs the logits of the last one again. The block these are written to is shared too if it has earlier
+        tokens.
         """
         pool, size = self.pool, self.pool.block_size
         blocks: list[int] = []
         if pool.enable_prefix_caching:
-            num_full = (request.num_tokens - 1) // size
+            num_full = max(0, request.num_tokens - self.min_prefill_tokens) // size
             pool.extend_keys(request.block_keys, request.token_ids, num_full, request.cache_salt)
             blocks = pool.lookup(request.block_keys, num_full)
         parent = request.fork_of
-        num_forked = request.num_prompt_tokens - 1
+        num_forked = max(0, request.num_prompt_tokens - self.min_prefill_tokens)
         if parent is not None and num_forked > len(blocks) * size and self._is_forkable(parent):
             return parent.block_table[: -(-num_forked // size)], num_forked
         return blocks, len(blocks) * size

@@ -54,6 +54,7 @@ class FakeExecutor:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.min_prefill_tokens = 1
         self.states = np.zeros((num_blocks, block_size), np.int64)
         self.positions = np.full((num_blocks, block_size), -1, np.int64)
         self.fail_with: BaseException | None = None

@@ -30,6 +30,7 @@ class Executor(Protocol):
     block_size: int
     num_blocks: int
     vocab_size: int
+    min_prefill_tokens: int  # a prompt in parts of at least this many tokens has the result of the whole prompt
 
     def execute(self, inputs: StepInputs) -> StepOutput: ...
 

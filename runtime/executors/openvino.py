@@ -22,6 +22,7 @@ from runtime.batch import StepInputs
 from runtime.contract import Manifest, check_library
 from runtime.errors import EngineError, ManifestMismatch
 from runtime.executors.base import StepOutput
+from runtime.executors.padding import pad
 from runtime.kv_cache import KVCache, PoolLayout
 
 _LAYOUTS = (paged.LAYOUT_PAGED, paged.LAYOUT_PLAIN)
@@ -39,6 +40,8 @@ class OpenVINOExecutor:
         self.block_size = manifest.kv_cache.block_size
         self.num_blocks = num_blocks
         self.vocab_size = manifest.model.vocab_size
+        # One new token runs the decode kernel, more run the prefill kernel, and their sums differ in the last bits.
+        self.min_prefill_tokens = 2
         compiled = _compile(Path(engine_dir) / manifest.plan["model"], manifest, num_threads)
         blocks = paged.pool_blocks(compiled)
         per_token = sum(block.num_bytes for block in blocks.values()) / self.block_size
@@ -47,7 +50,8 @@ class OpenVINOExecutor:
                 f"the engine was built for {manifest.kv_cache.bytes_per_token} bytes of KV cache per token but this CPU wants "
                 f"{per_token:g}; rebuild the engine on this machine"
             )
-        self._cache = KVCache({name: PoolLayout(block.storage_shape, block.dtype) for name, block in blocks.items()}, num_blocks)
+        layouts = {name: PoolLayout(block.storage_shape, block.dtype) for name, block in blocks.items()}
+        self._cache = KVCache(layouts, num_blocks + 1)  # the last block is the padding's
         self._request = compiled.create_infer_request()
         self._inputs = [name for name in contract.STEP_INPUTS if any(name in value.names for value in compiled.inputs)]
         self._logits = next(index for index, value in enumerate(compiled.outputs) if contract.LOGITS in value.names)
@@ -59,6 +63,7 @@ class OpenVINOExecutor:
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         request = self._request
+        inputs = pad(inputs, self.num_blocks, self.block_size)
         for name in self._inputs:
             request.set_tensor(name, ov.Tensor(getattr(inputs, name), shared_memory=True))
         request.infer()
@@ -69,7 +74,7 @@ class OpenVINOExecutor:
         self._cache.copy_blocks(copies)
 
     def kv_cache_bytes(self) -> int:
-        return self._cache.num_bytes
+        return self._cache.num_bytes // (self.num_blocks + 1) * self.num_blocks
 
     def close(self) -> None:
         del self._request

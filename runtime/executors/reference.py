@@ -51,6 +51,7 @@ class ReferenceExecutor:
         ]  # fmt: skip
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.min_prefill_tokens = 1
         self.vocab_size = int(outputs[contract.LOGITS][1])
         self._pools = [
             ort.OrtValue.ortvalue_from_numpy(np.full((num_blocks, block_size, *shapes[name][2:]), pool_fill, np.float32))

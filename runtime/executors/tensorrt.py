@@ -85,6 +85,7 @@ class TensorRTExecutor:
         self.block_size = manifest.kv_cache.block_size
         self.num_blocks = num_blocks
         self.vocab_size = manifest.model.vocab_size
+        self.min_prefill_tokens = 1
         self._stream = cuda.create_stream()
         self._loaded.load_weights(self._stream)
 

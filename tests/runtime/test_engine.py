@@ -87,7 +87,7 @@ def test_sequences_of_one_request_share_the_prompt(engine: Engine) -> None:
     prompt_tokens = engine.stats().prompt_tokens - before.prompt_tokens
     assert prompt_tokens == 3 * outputs[0].num_prompt_tokens
     forks = [output for output in outputs if output.index and output.finish_reason]
-    assert all(output.num_cached_tokens == output.num_prompt_tokens - 1 for output in forks)
+    assert all(output.num_cached_tokens == output.num_prompt_tokens - 2 for output in forks)
 
 
 def test_seeded_sequences_differ_and_repeat(engine: Engine) -> None:

@@ -526,3 +526,38 @@ def test_stats_count_context_and_generation_separately():
     assert (stats.num_context_requests, stats.num_context_tokens) == (1, 7)
     assert (stats.num_generation_requests, stats.num_generation_tokens) == (1, 1)
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 0)
+
+
+# -------------------------------------------------------------------------------- parts of a prompt of at least two tokens
+
+
+def test_no_chunk_leaves_a_single_token() -> None:
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=8, min_prefill_tokens=2)
+    add_prompt(scheduler, num_tokens=9)
+    batch = scheduler.schedule()
+    assert batch.num_scheduled_tokens == (7,)
+    scheduler.update(batch, [])
+    assert scheduler.schedule().num_scheduled_tokens == (2,)
+
+
+def test_a_budget_of_one_token_is_left_unused() -> None:
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=4, min_prefill_tokens=2)
+    for _ in range(3):
+        add_decoding(scheduler, num_computed_tokens=4)
+    add_prompt(scheduler, num_tokens=10)
+    assert scheduler.schedule().num_scheduled_tokens == (1, 1, 1)
+
+
+def test_a_prompt_of_one_token_runs() -> None:
+    scheduler = make_scheduler(min_prefill_tokens=2)
+    add_prompt(scheduler, num_tokens=1)
+    assert scheduler.schedule().num_scheduled_tokens == (1,)
+
+
+def test_a_prefix_hit_leaves_two_tokens() -> None:
+    for num_tokens, cached in ((9, 4), (10, 8), (8, 4)):
+        scheduler = make_scheduler(block_size=4, max_num_batched_tokens=64, min_prefill_tokens=2)
+        for _ in range(2):
+            request = add_prompt(scheduler, num_tokens)
+            run_step(scheduler)
+        assert request.num_cached_tokens == cached
