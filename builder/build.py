@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from builder import gate, model_zoo
-from builder.bundle import atomic_directory, check_apart, check_replaceable, require_space
+from builder.bundle import atomic_directory, check_apart, check_replaceable, disk_errors, make_directory, require_space
+from builder.cache import REMEDY as CACHE_REMEDY
 from builder.cache import canonical_entry, prune, touch
-from builder.checkpoint import load_checkpoint, source_bytes, source_sha256
-from builder.config import BuildConfig, canonical_key
+from builder.checkpoint import load_checkpoint, max_positions, num_weights, source_sha256
+from builder.config import BYTES_PER_WEIGHT, BuildConfig, canonical_key
 from builder.report import write_report
 from builder.source import resolve
 from builder.stages import Stages, peak_rss_bytes
+from builder.staging import sweep
 from runtime import __version__
 from runtime.contract import (
     MANIFEST_FILE,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_MODEL_LEN = 8192
 EXPORT_DIR = ".canonical"  # inside the staging directory, when the cache is not used
+EXPORTED_BYTES_PER_WEIGHT = 4
 LOWERED_DIR = ".lowered"  # inside the staging directory
 STAGES = ("resolve", "export", "quantize", "compile", "accuracy", "bundle")
 
@@ -73,18 +76,28 @@ def _build(config: BuildConfig, stages: Stages) -> BuildResult:
     with stages("resolve"):
         source = model_zoo.resolve(config.source)
         check_apart(config.output, resolve(source).path)
+        _check_length(config, max_positions(source), source)
         sha256 = source_sha256(source)
         key = config.key(sha256)
         if (report := _existing(config.output, key)) is not None:
             return BuildResult(config.output, report, up_to_date=True)
         check_replaceable(config.output)
-        require_space(config.output, source_bytes(source), "the engine")
+        per_weight = BYTES_PER_WEIGHT[config.precision] + (0 if config.use_cache else EXPORTED_BYTES_PER_WEIGHT)
+        require_space(config.output, int(per_weight * num_weights(source)), "the engine")
     with atomic_directory(config.output) as staging:
         with stages("export"):
             canonical = _canonical(source, sha256, config, staging)
         spec = _read_spec(canonical)
         report = _finish(config, stages, canonical, spec, staging, key)
     return BuildResult(config.output, report, up_to_date=False)
+
+
+def _check_length(config: BuildConfig, positions: int | None, name: str) -> None:
+    if positions is not None and (config.max_model_len or 0) > positions:
+        raise BuildError(
+            f"--max-model-len {config.max_model_len} exceeds the {positions} positions {name} was trained for; "
+            f"use {positions} or less"
+        )
 
 
 def _existing(output: Path, key: str) -> dict[str, Any] | None:
@@ -105,13 +118,16 @@ def _canonical(source: str, sha256: str, config: BuildConfig, staging: Path) -> 
     if not config.use_cache:
         return _export(source, staging / EXPORT_DIR)
     entry = canonical_entry(canonical_key(sha256))
-    if not (entry / "spec.json").is_file():
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        require_space(entry.parent, 3 * source_bytes(source), "the exported graph (build cache)")
-        with atomic_directory(entry, replace=True) as place:  # a concurrent build of the same model may have been faster
-            _export(source, place)
-        prune(entry.parent, keep=entry)
-    touch(entry)
+    with disk_errors(entry.parent, CACHE_REMEDY):
+        make_directory(entry.parent, CACHE_REMEDY)
+        sweep(entry.parent)
+        if not (entry / "spec.json").is_file():
+            need = EXPORTED_BYTES_PER_WEIGHT * num_weights(source)
+            require_space(entry.parent, need, "the exported graph in the build cache", CACHE_REMEDY)
+            with atomic_directory(entry, replace=True, remedy=CACHE_REMEDY) as place:  # another build may have been faster
+                _export(source, place)
+            prune(entry.parent, keep=entry)
+        touch(entry)
     return entry
 
 
@@ -154,11 +170,7 @@ class Attempt:
 
 def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpec, staging: Path, key: str) -> dict[str, Any]:
     max_model_len = config.max_model_len or min(spec.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
-    if max_model_len > spec.max_position_embeddings:
-        raise BuildError(
-            f"--max-model-len {max_model_len} exceeds the {spec.max_position_embeddings} positions {spec.name} was trained for; "
-            f"use {spec.max_position_embeddings} or less"
-        )
+    _check_length(config, spec.max_position_embeddings, spec.name)
     shutil.copytree(canonical / TOKENIZER_DIR, staging / TOKENIZER_DIR)
     attempt = _accepted(config, stages, canonical, spec, staging, max_model_len)
     plan, manifest, accuracy = attempt.plan, attempt.manifest, attempt.accuracy

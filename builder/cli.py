@@ -1,4 +1,4 @@
-"""`builder build | inspect | deploy`: from a model to an engine to a Triton model repository."""
+"""`builder build | plan | inspect | deploy`: from a model to an engine to a Triton model repository."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from builder import plan_command
 from builder.config import ACTIVATION_SCALES, METHODS, PRECISIONS, TARGETS, BuildConfig
+from builder.quantize.kv_dtypes import canonical
+from builder.termination import EXIT_STATUS, Terminated, sigterm_raises
 from builder.trtllm_flags import translate
 from runtime import __version__
 from runtime.contract import REPORT_JSON, load_manifest
@@ -66,6 +69,8 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--no-cache", action="store_true", help="neither read nor write the build cache")
     build.add_argument("--json", action="store_true", help="print the report as JSON, errors too")
 
+    plan_command.add_parser(commands, _size)
+
     inspect = commands.add_parser("inspect", help="check an engine and show what is in it")
     inspect.add_argument("engine", type=Path)
     inspect.add_argument("--json", action="store_true")
@@ -83,10 +88,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _kv_dtype(text: str) -> str:
-    for each in text.split(":"):
+    names = [canonical(each) for each in text.split(":")]
+    for each in names:
         if each not in KV_CACHE_DTYPES:
             raise argparse.ArgumentTypeError(f"{each!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
-    return text
+    return ":".join(names)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -94,7 +100,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _size(text: str) -> int:
-    """Bytes, with K, M or G for powers of 1024."""
+    """Bytes, with K, M or G for powers of 1024; 24GiB is 24G."""
+    text = text.removesuffix("iB")
     factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
     number = text[:-1] if factor > 1 else text
     if not number.isdigit() or not int(number):
@@ -169,6 +176,14 @@ def deploy(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        with sigterm_raises():
+            return _main(argv)
+    except Terminated:
+        return EXIT_STATUS
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
     try:
@@ -178,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for note in translated.notes:
                 print(f"note: {note}", file=sys.stderr)
         arguments = parser().parse_args(words)
-        result = {"build": build, "inspect": inspect, "deploy": deploy}[arguments.command](arguments)
+        result = {"build": build, "plan": plan_command.run, "inspect": inspect, "deploy": deploy}[arguments.command](arguments)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in BUILD_MODULES:
             raise

@@ -66,7 +66,7 @@ class QuantizationReport:
     classes: dict[str, ClassReport] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)  # int4 weight → its group size
     skipped: dict[str, str] = field(default_factory=dict)  # weight → why it kept a wider type than the scheme's
-    rounding: dict[str, str] = field(default_factory=dict)  # int4 weight → nearest or gptq
+    rounding: dict[str, str] = field(default_factory=dict)  # int4 or fp8 weight → nearest or gptq
     layers: dict[str, LayerReport] = field(default_factory=dict)  # by weight, where there were samples
     activation_group_size: int = 0  # dynamic: values per scale; 0 = per token, static or none
     tied: bool = False  # the embedding serves as head and is counted once, under embedding
@@ -308,20 +308,19 @@ def _apply(graph: ir.Graph, layer: _Layer, stats: Mapping[str, TensorStats], inp
 def _quantize(
     layer: _Layer, matrix: npt.NDArray[np.float32], stats: Mapping[str, TensorStats], report: QuantizationReport
 ) -> Quantized:
-    if layer.dtype == "fp8":
-        return fp8.quantize(matrix)
-    if layer.group is None:
-        return weight_only.int8(matrix)
     name = layer.weight.name
-    report.groups[name] = layer.group
-    plain = weight_only.int4(matrix, layer.group)
+    if layer.group is not None:
+        report.groups[name] = layer.group
+    if layer.dtype == "int8":
+        return weight_only.int8(matrix)
+    plain = fp8.quantize(matrix) if layer.group is None else weight_only.int4(matrix, layer.group)
     use = layer.weight.uses[0]
     found = stats.get(str(use.node.inputs[0].name)) if use.kind == "linear" and use.node.inputs[0] is not None else None
     if found is None or found.hessian is None or np.allclose(plain.dense(), matrix, rtol=1e-6, atol=1e-9):
         report.rounding[name] = "nearest"  # exact where the checkpoint has this very grid
         return plain
     report.rounding[name] = "gptq"
-    return gptq.int4(matrix, found.hessian, layer.group)
+    return gptq.e4m3(matrix, found.hessian) if layer.group is None else gptq.int4(matrix, found.hessian, layer.group)
 
 
 def _keep_reason(weight: Weight) -> str:

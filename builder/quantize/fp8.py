@@ -14,9 +14,14 @@ E4M3_MAX = np.float32(448)
 
 def quantize(weight: npt.NDArray[np.float32]) -> Quantized:
     """Of `weight` [out, in]."""
-    extreme = np.abs(weight).max(axis=1)
-    scale = np.where(extreme == 0, np.float32(1), extreme / E4M3_MAX).astype(np.float32)
+    scale = scales(weight)
     return Quantized(ir.Tensor(to_e4m3(weight / scale[:, None])), scale, 0)
+
+
+def scales(weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """[out]"""
+    extreme = np.abs(weight).max(axis=1)
+    return np.where(extreme == 0, np.float32(1), extreme / E4M3_MAX).astype(np.float32)
 
 
 def to_e4m3(values: npt.NDArray[np.float32]) -> npt.NDArray:

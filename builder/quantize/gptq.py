@@ -14,11 +14,14 @@ Source    Frantar et al., arXiv:2210.17323
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from builder.quantize import fp8
 from builder.quantize.weight_only import Quantized
 
 Array = npt.NDArray[np.float32]
@@ -34,14 +37,33 @@ def int4(weight: Array, hessian: Array, group_size: int, *, symmetric: bool = Fa
     diagonal = np.ascontiguousarray(np.diag(hessian))
     scale, zero = group_scales(weight, diagonal, group_size, symmetric=symmetric)
     order = np.argsort(-diagonal, kind="stable")
-    columns = order // group_size
-    factor = _factor(hessian[np.ix_(order, order)])
+    first = -8 if symmetric else 0
+    scales, zeros = scale.T[order // group_size], zero.T[order // group_size]  # [in, out]
+
+    def to_grid(column: int, values: Array) -> tuple[Array, Array]:
+        levels = np.clip(np.rint(values / scales[column]) + zeros[column], first, first + 15)
+        return levels, (levels - zeros[column]) * scales[column]
+
     q = np.empty((rows, width), np.float32)
-    q[:, order] = _round(weight[:, order].copy(), factor, scale.T[columns], zero.T[columns], -8 if symmetric else 0)
+    q[:, order] = _round(weight[:, order].copy(), _factor(hessian[np.ix_(order, order)]), to_grid)
     if symmetric:
         return Quantized(ir.Tensor(q.astype(ml_dtypes.int4), dtype=ir.DataType.INT4), scale, group_size)
     stored = ir.Tensor(q.astype(ml_dtypes.uint4), dtype=ir.DataType.UINT4)
     return Quantized(stored, scale, group_size, ir.Tensor(zero.astype(ml_dtypes.uint4), dtype=ir.DataType.UINT4))
+
+
+def e4m3(weight: Array, hessian: Array) -> Quantized:
+    """Of `weight`, one scale per output channel."""
+    order = np.argsort(-np.diag(hessian), kind="stable")
+    scale = fp8.scales(weight)
+
+    def to_grid(_: int, values: Array) -> tuple[Array, Array]:
+        levels = fp8.to_e4m3(values / scale).astype(np.float32)
+        return levels, levels * scale
+
+    q = np.empty_like(weight)
+    q[:, order] = _round(weight[:, order].copy(), _factor(hessian[np.ix_(order, order)]), to_grid)
+    return Quantized(ir.Tensor(fp8.to_e4m3(q)), scale, 0)
 
 
 def group_scales(weight: Array, importance: Array, group_size: int, *, symmetric: bool = False) -> tuple[Array, Array]:
@@ -78,8 +100,11 @@ def _factor(hessian: Array) -> Array:
     return np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
 
 
-def _round(weight: Array, factor: Array, scale: Array, zero: Array, first: int) -> Array:
-    """Integers first … first + 15 of `weight` [out, in], which is used up; `scale` and `zero` [in, out] of each column."""
+def _round(weight: Array, factor: Array, to_grid: Callable[[int, Array], tuple[Array, Array]]) -> Array:
+    """What is stored of `weight` [out, in], which is used up.
+
+    to_grid   (column, values [out]) → (what is stored, the values that stands for)
+    """
     width = weight.shape[1]
     q = np.empty_like(weight)
     for begin in range(0, width, _BLOCK):
@@ -88,9 +113,8 @@ def _round(weight: Array, factor: Array, scale: Array, zero: Array, first: int) 
         errors = np.empty_like(block)
         for index in range(end - begin):
             column = begin + index
-            value = np.clip(np.rint(block[index] / scale[column]) + zero[column], first, first + 15)
-            q[:, column] = value
-            errors[index] = (block[index] - (value - zero[column]) * scale[column]) / factor[column, column]
+            q[:, column], near = to_grid(column, block[index])
+            errors[index] = (block[index] - near) / factor[column, column]
             block[index + 1 :] -= np.outer(factor[column, column + 1 : end], errors[index])
         weight[:, end:] -= errors.T @ factor[begin:end, end:]
     return q

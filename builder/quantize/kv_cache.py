@@ -21,29 +21,15 @@ import onnx_ir as ir
 
 from builder.quantize import ops
 from builder.quantize.activations import LIMITS
+from builder.quantize.kv_dtypes import parse_pair as parse_pair
 from builder.quantize.weights import add_initializer
 from plugins.paged_attention.op import PAGED_ATTENTION
 from runtime.contract import DOMAIN
-from runtime.errors import BuildError
 
-DTYPES = ("f32", "f16", "bf16", "f8", "i8", "u8", "u4")
-ALIASES = {"fp8": "f8", "int8": "i8", "fp16": "f16", "fp32": "f32"}
 CALIBRATED = ("f8", "i8")
 _LARGEST = {"f8": LIMITS["fp8"], "i8": LIMITS["int8"]}
 _ZERO = {"f8": ml_dtypes.float8_e4m3fn, "i8": np.int8}
 _KEY, _VALUE = 1, 2  # inputs of PagedAttention
-
-
-def parse_pair(text: str) -> tuple[str, str]:
-    """`K:V`, or one type for both. Raises BuildError naming the types."""
-    key, colon, value = text.partition(":")
-    key, value = (ALIASES.get(name, name) for name in (key, value if colon else key))
-    for dtype in (key, value):
-        if dtype not in DTYPES:
-            raise BuildError(
-                f"--kv-cache-dtype {text!r} is not auto, a type or a pair KEYS:VALUES of types; the types are {', '.join(DTYPES)}"
-            )
-    return key, value
 
 
 def cached_tensors(model: ir.Model, key_dtype: str, value_dtype: str) -> dict[str, int]:

@@ -25,7 +25,7 @@ SCHEMES = {
     "int8": Scheme("int8", "int8", tables=True, wider=("bf16",)),
     "int8-sq": Scheme("int8", "int8", tables=True, smooth=True, wider=("bf16",)),
     "int4": Scheme("int4", "int8", tables=True, hessians=True, wider=("int8", "bf16")),
-    "fp8": Scheme("fp8", "fp8", static=True, wider=("bf16",)),
+    "fp8": Scheme("fp8", "fp8", static=True, hessians=True, wider=("bf16",)),
 }
 
 

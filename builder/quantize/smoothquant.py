@@ -161,10 +161,10 @@ def _through_columns(
         if len(list(value.uses())) != 1:
             return None
         if node.op_type == "Split":
-            sizes = node.inputs[1].const_value.numpy() if node.inputs[1] is not None and node.inputs[1].const_value else None
-            if sizes is None:
+            given = node.inputs[1] if len(node.inputs) > 1 else None
+            if given is None or given.const_value is None:
                 return None
-            begin += int(sizes[: value.index()].sum())
+            begin += int(given.const_value.numpy()[: value.index()].sum())
         elif node.op_type == "MatMul":
             weight = node.inputs[1]
             if weight is None or weight.const_value is None or len(list(weight.uses())) != 1:

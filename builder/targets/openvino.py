@@ -24,7 +24,7 @@ from typing import Any
 import onnx_ir as ir
 import openvino as ov
 
-from builder.quantize.kv_cache import parse_pair
+from builder.quantize.kv_dtypes import parse_pair
 from builder.targets import openvino_check
 from builder.targets.openvino_lower import DECOMPOSED, attention_mode, lower, unsupported_attention
 from builder.targets.openvino_quantize import lower_rounding

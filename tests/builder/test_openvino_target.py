@@ -177,8 +177,9 @@ def test_kv_cache_types_that_cannot_be_stored_are_refused(exported: Callable[[st
         resolve_kv_dtype("u8", "int8", soft_capped)
 
 
-# Two layers of two KV heads of 16: per token 2 * 2 * 2 * 16 numbers, or as many bytes and 8 per head for scale and zero point.
-@pytest.mark.parametrize(("dtype", "bytes_per_token"), [("f32", 512), ("f16", 256), ("u8", 192)])
+# Two layers of two KV heads of 16: per token 2 * 2 * 2 * 16 numbers, or as many bytes and 8 per head for scale and zero point;
+# half a byte per value and the same 8 where values have four bits.
+@pytest.mark.parametrize(("dtype", "bytes_per_token"), [("f32", 512), ("f16", 256), ("u8", 192), ("u8:u4", 160)])
 def test_bytes_per_token_are_those_of_the_pools(dtype: str, bytes_per_token: int, engine: Callable[..., Built]) -> None:
     built = engine("llama", "fp32", dtype)
     assert built.manifest.kv_cache.bytes_per_token == bytes_per_token

@@ -1,0 +1,182 @@
+"""Memory and time before anything is built: what a model will need on a machine, and the least time a token can take there.
+
+    weights          parameters × bytes of the precision; embedding and head apart, since schemes treat them apart
+    KV cache         2 · L · H_kv · D · bytes per token (a sliding layer keeps its window only)
+    decode floor     weights and the batch's cached tokens through memory once, plus 2 · parameters operations per sequence
+    prefill floor    2 · parameters operations per token
+
+Floors are what the hardware's data sheet allows; nothing runs faster.
+
+Units    bytes, seconds, operations (a multiply-add is two); bare sizes are tokens
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.contract import LayerSpec
+from runtime.errors import BuildError
+
+GIB = 1 << 30
+_WEIGHT_BYTES = {  # (attention and mlp, embedding and head), scales included
+    "fp32": (4.0, 4.0), "fp16": (2.0, 2.0), "bf16": (2.0, 2.0), "fp8": (1.005, 2.0), "int8": (1.005, 1.005),
+    "int8-wo": (1.005, 1.005), "int8-sq": (1.005, 1.005), "int4": (0.5 + 4.5 / 64, 1.005),
+}  # fmt: skip
+KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "f8": 1.0, "i8": 1.0, "u8": 1.0, "u4": 0.5}
+_BLOCK_OVERHEAD = {"u8": 8, "u4": 8}  # bytes per token and head: scale and zero point
+
+
+@dataclass(frozen=True)
+class Hardware:
+    name: str
+    memory: int  # bytes
+    bandwidth: float  # bytes per second
+    operations: float  # per second, dense, 16 bit
+
+
+GPUS = {  # memory and dense 16-bit figures of the vendor's data sheets
+    "a100": Hardware("A100 80 GB", 80 * GIB, 2.0e12, 312e12),
+    "h100": Hardware("H100 SXM", 80 * GIB, 3.35e12, 989e12),
+    "h200": Hardware("H200", 141 * GIB, 4.8e12, 989e12),
+    "l4": Hardware("L4", 24 * GIB, 0.3e12, 121e12),
+    "l40s": Hardware("L40S", 48 * GIB, 0.864e12, 362e12),
+    "b200": Hardware("B200", 180 * GIB, 8.0e12, 2250e12),
+    "rtx4090": Hardware("RTX 4090", 24 * GIB, 1.008e12, 165e12),
+    "rtx5090": Hardware("RTX 5090", 32 * GIB, 1.792e12, 209e12),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model, as far as memory and time go."""
+
+    name: str
+    num_parameters: int
+    table_parameters: int  # embedding, and the head where it is not tied
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def kv_bytes_per_token(layers: tuple[LayerSpec, ...], key_dtype: str, value_dtype: str) -> float:
+    """Of a token that every layer keeps."""
+    return sum(
+        layer.num_kv_heads * (layer.head_dim * KV_BYTES[dtype] + _BLOCK_OVERHEAD.get(dtype, 0))
+        for layer in layers
+        for dtype in (key_dtype, value_dtype)
+    )
+
+
+def weight_bytes(shape: Shape, precision: str) -> float:
+    if precision not in _WEIGHT_BYTES:
+        raise BuildError(f"unknown precision {precision!r}; the precisions are {', '.join(_WEIGHT_BYTES)}")
+    body, tables = _WEIGHT_BYTES[precision]
+    return (shape.num_parameters - shape.table_parameters) * body + shape.table_parameters * tables
+
+
+def decode_floor(
+    weights: float, parameters: float, hardware: Hardware, *, batch: int = 1, kv_bytes: float = 0
+) -> dict[str, float]:
+    """Seconds of one step for `batch` sequences whose cached tokens take `kv_bytes` together."""
+    memory = (weights + kv_bytes) / hardware.bandwidth
+    arithmetic = 2 * parameters * batch / hardware.operations
+    return {
+        "memory_s": memory,
+        "arithmetic_s": arithmetic,
+        "step_s": memory + arithmetic if batch > 1 else max(memory, arithmetic),
+        "arithmetic_idle": 1 - min(1.0, arithmetic / memory),
+    }
+
+
+def prefill_floor(weights: float, parameters: float, hardware: Hardware, tokens: int) -> float:
+    """Seconds."""
+    return max(weights / hardware.bandwidth, 2 * parameters * tokens / hardware.operations)
+
+
+def make_plan(
+    shape: Shape,
+    *,
+    precision: str,
+    key_dtype: str,
+    value_dtype: str,
+    hardware: Hardware | None,
+    memory: int | None,
+    context: int,
+    concurrency: int,
+    max_num_batched_tokens: int = 512,
+) -> dict[str, Any]:
+    """Raises  BuildError when the weights alone do not fit."""
+    weights = weight_bytes(shape, precision)
+    per_token = kv_bytes_per_token(shape.layers, key_dtype, value_dtype)
+    widest = max(layer.num_heads * layer.head_dim for layer in shape.layers)
+    activations = 4.0 * (max_num_batched_tokens * (8 * shape.hidden_size + 4 * widest) + concurrency * shape.vocab_size)
+    budget = memory or (hardware.memory if hardware else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    left = budget - weights - activations
+    if left <= 0:
+        raise BuildError(
+            f"{shape.name} in {precision} needs {weights / GIB:.2f} GiB of weights and {activations / GIB:.2f} GiB of "
+            f"activations but there are {budget / GIB:.2f} GiB; choose a narrower --precision or more memory"
+        )
+    tokens = int(left // per_token)
+    plan: dict[str, Any] = {
+        "model": shape.name,
+        "precision": precision,
+        "num_parameters": shape.num_parameters,
+        "memory_bytes": budget,
+        "weight_bytes": int(weights),
+        "activation_bytes": int(activations),
+        "key_dtype": key_dtype,
+        "value_dtype": value_dtype,
+        "kv_bytes_per_token": per_token,
+        "kv_bytes_by_dtype": {dtype: kv_bytes_per_token(shape.layers, dtype, dtype) for dtype in KV_BYTES},
+        "kv_bytes_per_sequence": per_token * context,
+        "context": context,
+        "concurrency": concurrency,
+        "max_tokens": tokens,
+        "max_sequences": tokens // context,
+        "largest_context": min(tokens // concurrency, shape.max_position_embeddings),
+        "fits": tokens >= context * concurrency,
+        "total_bytes": int(weights + activations + per_token * context * concurrency),
+    }
+    if hardware is not None:
+        cached = per_token * context
+        plan["hardware"] = hardware.name
+        plan["decode"] = decode_floor(weights, shape.num_parameters, hardware)
+        plan["decode_batch"] = decode_floor(weights, shape.num_parameters, hardware, batch=concurrency)
+        plan["decode_batch_full_context"] = decode_floor(
+            weights, shape.num_parameters, hardware, batch=concurrency, kv_bytes=cached * concurrency
+        )
+        plan["prefill_s"] = prefill_floor(weights, shape.num_parameters, hardware, context)
+    return plan
+
+
+def summary(plan: dict[str, Any]) -> str:
+    kv = plan["kv_bytes_per_token"]
+    lines = [
+        f"model       {plan['model']}, {plan['num_parameters'] / 1e9:.3f} B parameters, precision {plan['precision']}",
+        f"weights     {plan['weight_bytes'] / GIB:.2f} GiB; activations {plan['activation_bytes'] / GIB:.3f} GiB",
+        f"KV cache    {kv / (1 << 20):.4g} MiB per token ({plan['key_dtype']}:{plan['value_dtype']}), "
+        f"{plan['kv_bytes_per_sequence'] / GIB:.2f} GiB per sequence of {plan['context']} tokens",
+        "            "
+        + ", ".join(f"{dtype} {size / 1024:.4g} KiB" for dtype, size in plan["kv_bytes_by_dtype"].items())
+        + " per token",
+        f"memory      {plan['memory_bytes'] / GIB:.2f} GiB hold {plan['max_tokens']} tokens: {plan['max_sequences']} sequences "
+        f"of {plan['context']}; the largest context for {plan['concurrency']} is {plan['largest_context']}",
+        f"asked       {plan['concurrency']} × {plan['context']} tokens need {plan['total_bytes'] / GIB:.2f} GiB: "
+        + ("fits" if plan["fits"] else "does not fit"),
+    ]
+    if "hardware" in plan:
+        one, batch, full = plan["decode"], plan["decode_batch"], plan["decode_batch_full_context"]
+        count = plan["concurrency"]
+        lines += [
+            f"decode      {plan['hardware']}: {1e3 * one['memory_s']:.2f} ms per token reading weights, "
+            f"{1e3 * one['arithmetic_s']:.3f} ms of arithmetic ({100 * one['arithmetic_idle']:.1f} % idle)",
+            f"            batch {count}: {1e3 * batch['step_s']:.2f} ms a step against "
+            f"{1e3 * count * one['step_s']:.0f} ms one by one; "
+            f"{1e3 * full['step_s']:.2f} ms with {plan['context']} cached tokens each",
+            f"prefill     {1e3 * plan['prefill_s']:.2f} ms for {plan['context']} tokens",
+        ]
+    return "\n".join(lines)

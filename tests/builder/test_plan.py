@@ -1,0 +1,96 @@
+"""`builder plan` against figures worked out on paper and known from the literature."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from builder.cli import main
+from builder.plan import GIB, GPUS, Shape, decode_floor, kv_bytes_per_token, make_plan, prefill_floor, weight_bytes
+from runtime.contract import LayerSpec
+from runtime.errors import BuildError
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+LAYERS = (LayerSpec(32, 32, 128),) * 32
+
+
+def test_llama_2_7b_stores_half_a_megabyte_per_token() -> None:
+    per_token = kv_bytes_per_token(LAYERS, "f16", "f16")
+    assert per_token == 2 * 32 * 32 * 128 * 2 == 0.5 * (1 << 20)
+    assert per_token * 4000 == 2000 * (1 << 20)
+    assert per_token * 128 * 1024 == 64 * GIB
+
+
+def test_a_pair_costs_the_sum_of_its_sides_with_scales() -> None:
+    layers = (LayerSpec(9, 3, 64),) * 30  # SmolLM2
+    assert kv_bytes_per_token(layers, "f32", "f32") == 46080
+    assert kv_bytes_per_token(layers, "u8", "u8") == 30 * 3 * 2 * 72
+    assert kv_bytes_per_token(layers, "u8", "u4") == 30 * 3 * (72 + 40)
+    assert kv_bytes_per_token(layers, "bf16", "f8") == 30 * 3 * (128 + 64)
+
+
+def test_a_seven_billion_model_waits_for_memory() -> None:
+    one = decode_floor(14e9, 7e9, GPUS["a100"])
+    assert one["memory_s"] == pytest.approx(7.0e-3)
+    assert one["arithmetic_s"] == pytest.approx(0.045e-3, rel=0.01)
+    assert one["arithmetic_idle"] == pytest.approx(0.994, abs=5e-4)
+    batch = decode_floor(14e9, 7e9, GPUS["a100"], batch=32)
+    assert batch["step_s"] == pytest.approx(8.5e-3, rel=0.01)
+    assert 32 * one["step_s"] == pytest.approx(224e-3)
+    assert decode_floor(14e9, 7e9, GPUS["a100"], batch=32, kv_bytes=2e9)["memory_s"] == pytest.approx(8.0e-3)
+    assert prefill_floor(14e9, 7e9, GPUS["a100"], 1) == pytest.approx(7.0e-3)
+    assert prefill_floor(14e9, 7e9, GPUS["a100"], 4000) == pytest.approx(4000 * 14e9 / 312e12)
+
+
+SHAPE = Shape("m", 1_000_000, 200_000, (LayerSpec(4, 2, 64),) * 4, 256, 2048, 1024)
+
+
+def test_weights_count_tables_apart() -> None:
+    assert weight_bytes(SHAPE, "fp32") == 4_000_000
+    assert weight_bytes(SHAPE, "fp8") == pytest.approx(800_000 * 1.005 + 200_000 * 2)
+
+
+def test_what_is_left_beside_weights_becomes_tokens() -> None:
+    plan = make_plan(
+        SHAPE, precision="fp32", key_dtype="f32", value_dtype="f32", hardware=None, memory=40_000_000, context=512, concurrency=4
+    )
+    left = 40_000_000 - plan["weight_bytes"] - plan["activation_bytes"]
+    assert plan["kv_bytes_per_token"] == 4096
+    assert plan["max_tokens"] == left // 4096
+    assert plan["max_sequences"] == plan["max_tokens"] // 512
+    assert plan["largest_context"] == min(1024, plan["max_tokens"] // 4)
+    assert plan["fits"] == (plan["max_tokens"] >= 2048)
+    with pytest.raises(BuildError, match=r"m in fp32 needs 0\.00 GiB of weights .* choose a narrower --precision or more memory"):
+        make_plan(
+            SHAPE, precision="fp32", key_dtype="f32", value_dtype="f32", hardware=None, memory=4_000_001, context=1, concurrency=1
+        )
+
+
+def test_the_command_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    assert main(["plan", str(tmp_path), "--gpu", "a100", "--context", "4000", "--concurrency", "32", "--parameters", "7e9"]) == 0
+    text = capsys.readouterr().out
+    assert "KV cache    0.5 MiB per token (f16:f16), 1.95 GiB per sequence of 4000 tokens" in text
+    assert "7.00 ms per token reading weights, 0.045 ms of arithmetic (99.4 % idle)" in text
+    assert "batch 32: 8.44 ms a step against 224 ms one by one" in text
+    assert main(["plan", str(tmp_path), "--memory", "24GiB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_parameters"] == 6_738_415_616
+    assert plan["memory_bytes"] == 24 * GIB
+    assert plan["weight_bytes"] == 2 * 6_738_415_616
+
+
+def test_bad_options_are_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path), "--context", "0"]) == 2
+    assert "--context is 0 but must be at least 1" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path), "--kv-cache-dtype", "u8:f3"]) == 2
+    assert "'u8:f3' is not auto, a type or a pair KEYS:VALUES" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "cannot be planned" in capsys.readouterr().err
