@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from builder.charts import bars
 from runtime.contract import REPORT_JSON
 from runtime.errors import BuildError
+
+_LAYERS_SHOWN = 20
 
 
 def write_report(root: Path, report: Mapping[str, Any]) -> None:
@@ -48,9 +51,25 @@ def to_html(report: Mapping[str, Any]) -> str:
         "text-align:left;vertical-align:top}h2{margin:1.6rem 0 .3rem}td{font-variant-numeric:tabular-nums}</style>",
         f"<h1>{title}</h1>",
     ]
+    parts.append(_charts(report))
     for section, content in report.items():
         parts.append(f"<h2>{html.escape(section.replace('_', ' '))}</h2>{_table(content)}")
     return "\n".join(parts) + "\n"
+
+
+def _charts(report: Mapping[str, Any]) -> str:
+    accuracy = report.get("accuracy") or {}
+    weights = report.get("weights") or {}
+    layers = [(name, layer["sqnr_db"]) for name, layer in (weights.get("layers") or {}).items()]
+    losses = [(name.replace("_", " "), part["mean_kl"]) for name, part in (accuracy.get("parts") or {}).items()]
+    if "mean_kl" in accuracy and losses:
+        losses.append(("the engine", accuracy["mean_kl"]))
+    classes = [(f"{name} ({entry['dtype']})", entry["num_bytes"] / 1e6) for name, entry in (weights.get("classes") or {}).items()]
+    return (
+        bars("Mean KL divergence from the unquantized model, each part with those above it", losses)
+        + bars("Noisiest layers: signal above error", layers[:_LAYERS_SHOWN], " dB")
+        + bars("Weights by class", classes, " MB")
+    )
 
 
 def _table(content: Any) -> str:
@@ -86,6 +105,9 @@ def summary(report: Mapping[str, Any]) -> str:
         f"{memory['kv_bytes_per_sequence'] / 1e6:.1f} MB per sequence of {memory['max_model_len']} tokens",
     ]
     accuracy = report.get("accuracy") or {}
+    worst = list((weights.get("layers") or {}).items())[:3]
+    if worst:
+        lines.append("noisiest    " + ", ".join(f"{name} {layer['sqnr_db']:.1f} dB" for name, layer in worst))
     if accuracy:
         text = f"accuracy    perplexity {accuracy['perplexity']:.3f}"
         if "reference_perplexity" in accuracy:
@@ -94,6 +116,12 @@ def summary(report: Mapping[str, Any]) -> str:
                 f"KL {accuracy['mean_kl']:.5f}, top-1 agreement {accuracy['top1_agreement']:.4f}"
             )
         lines.append(text + f", on {accuracy['num_tokens']} held-out tokens")
+        if accuracy.get("parts"):
+            named = (f"{name.replace('_', ' ')} {part['mean_kl']:.5f}" for name, part in accuracy["parts"].items())
+            lines.append("            KL with, in turn, " + ", ".join(named))
+        if accuracy.get("fallback"):
+            raised = accuracy["fallback"]["raised"]
+            lines.append(f"fallback    {len(raised)} layers raised: " + ", ".join(f"{n} to {t}" for n, t in raised.items()))
     build = report.get("build") or {}
     if build:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build["seconds"].items())
