@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ WRITTEN = frozenset({MANIFEST_FILE, REPORT_JSON, REPORT_HTML, PLAN_DIR, TOKENIZE
 _OURS = ("schema_version", "forgeline_version", "plan")  # keys of every manifest
 OTHER_OUTPUT = "choose another --output"
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's tofile on a full disk, with no errno
 
 
 @contextlib.contextmanager
@@ -95,12 +98,13 @@ def disk_errors(place: Path, remedy: str = OTHER_OUTPUT, *, written: Path | None
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or _SHORT_WRITE.fullmatch(str(error)):
             free = shutil.disk_usage(_existing(place)).free
-            done = f" after {tree_bytes(written) / 1e6:.1f} MB were written" if written is not None else ""
-            raise OutOfDisk(
-                f"the disk of {place} is full{done} ({free / 1e6:.0f} MB free); free some space or {remedy}"
-            ) from error
+            if written is None:
+                how = f" ({free / 1e6:.0f} MB free)"
+            else:  # files that could not be finished are gone again, so nothing but the sum is telling
+                how = f": more is needed than the {(free + tree_bytes(written)) / 1e6:.1f} MB that there were"
+            raise OutOfDisk(f"the disk of {place} is full{how}; free some space or {remedy}") from error
         if error.errno in _UNUSABLE:
             name = str(place)
             raise BuildError(

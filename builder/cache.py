@@ -13,6 +13,7 @@ from pathlib import Path
 from builder.bundle import tree_bytes
 
 MAX_BYTES = 40 << 30
+REMEDY = "set XDG_CACHE_HOME to another place, or build with --no-cache"
 
 
 def cache_root() -> Path:

@@ -47,9 +47,16 @@ def source_sha256(source: str) -> str:
     return files.sha256(found)
 
 
-def source_bytes(source: str) -> int:
-    """Size of the weight files, without torch."""
-    return files.num_bytes(files.resolve(source))
+def num_weights(source: str) -> int:
+    """A lower bound on the number of weights, without torch."""
+    return files.num_weights(files.resolve(source))
+
+
+def max_positions(source: str) -> int | None:
+    """Tokens the model was trained for, where config.json says it, without torch."""
+    found = files.resolve(source)
+    files.check(found)
+    return None if found.is_gguf else families.max_positions(files.read_config(found))
 
 
 def load_checkpoint(source: str) -> Checkpoint:

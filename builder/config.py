@@ -18,6 +18,10 @@ PRECISIONS = {
     "tensorrt-rtx": _GPU_PRECISIONS,
 }
 TARGETS = tuple(PRECISIONS)
+# What an engine takes at least; scales, norms and layers that stay wider come on top.
+BYTES_PER_WEIGHT = {
+    "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int8-wo": 1.0, "int8-sq": 1.0, "int4": 0.5,
+}  # fmt: skip
 _TARGET_PACKAGES = {"cpu": "openvino", "tensorrt": "tensorrt_cu13", "tensorrt-rtx": "tensorrt_rtx_cu13"}
 METHODS = ("max", "percentile", "mse", "entropy")  # of choosing a static range
 ACTIVATION_SCALES = ("auto", "dynamic", "static")
@@ -75,6 +79,8 @@ class BuildConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BuildError(f"--{name.replace('_', '-')} is {value} but must be at least 1")
+        if self.max_model_len == 1:
+            raise BuildError("--max-model-len is 1 but must be at least 2: a prompt and an output token")
         if self.group_size is not None and self.precision != "int4":
             raise BuildError(f"--group-size {self.group_size} is for --precision int4, not {self.precision}; leave it out")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -92,8 +98,8 @@ class BuildConfig:
             )
         if self.calibration_samples < 0:
             raise BuildError(f"--calibration-samples is {self.calibration_samples} but must be 0 or more")
-        if self.eval_tokens < 0:
-            raise BuildError(f"--eval-tokens is {self.eval_tokens} but must be 0 (no evaluation) or more")
+        if self.eval_tokens < 0 or self.eval_tokens == 1:
+            raise BuildError(f"--eval-tokens is {self.eval_tokens} but must be 0 (no evaluation) or at least 2")
 
     def key(self, source_sha256: str) -> str:
         """Hash of the model's content, every option that shapes the engine, this package's code and the libraries' versions."""

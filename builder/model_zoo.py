@@ -21,9 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from builder.bundle import disk_errors
+from builder.bundle import disk_errors, make_directory
 from runtime.contract import file_sha256
 from runtime.errors import CorruptCheckpoint, ModelNotFound
+
+_REMEDY = "set XDG_CACHE_HOME to another place"
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,11 @@ def fetch(model: ZooModel) -> Path:
     path = directory / model.file
     if path.is_file():
         return path
-    with disk_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with _lock(directory / f".{model.file}.lock"):
-            if not path.is_file():  # else another process was faster
-                with tempfile.TemporaryDirectory(prefix=f".{model.file}.", dir=directory) as work:
-                    _assemble(model, Path(work), path)
+    make_directory(directory, _REMEDY)
+    with disk_errors(directory, _REMEDY), _lock(directory / f".{model.file}.lock"):
+        if not path.is_file():  # else another process was faster
+            with tempfile.TemporaryDirectory(prefix=f".{model.file}.", dir=directory) as work:
+                _assemble(model, Path(work), path)
     return path
 
 

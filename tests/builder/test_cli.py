@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +92,10 @@ def test_corrupted_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path, m
 def test_options_out_of_range(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = refuse_build(capsys, tmp_path, TINY, "--max-model-len", "4096")
     assert "--max-model-len 4096 exceeds the 2048 positions" in text
+    assert "--max-model-len is 1 but must be at least 2" in refuse_build(capsys, tmp_path, TINY, "--max-model-len", "1")
+    assert "--eval-tokens is 1 but must be 0 (no evaluation) or at least 2" in refuse_build(
+        capsys, tmp_path, TINY, "--eval-tokens", "1"
+    )
     assert "--max-num-seqs is 0 but must be at least 1" in refuse_build(capsys, tmp_path, TINY, "--max-num-seqs", "0")
     assert "--group-size 64 is for --precision int4, not int8" in refuse_build(
         capsys, tmp_path, TINY, "--precision", "int8", "--group-size", "64"
@@ -125,17 +130,25 @@ def test_output_that_is_no_engine(capsys: pytest.CaptureFixture[str], tmp_path: 
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
-    # room for the check that is made first (the model's 7 MB), not for the fp32 engine (14 MB)
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(place)], capture_output=True, text=True)
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True)
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
     yield place
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_full_disk(capsys: pytest.CaptureFixture[str], small_disk: Path) -> None:
+def test_disk_too_small(capsys: pytest.CaptureFixture[str], small_disk: Path) -> None:
+    """3.5 M weights: refused before the work where 4 bytes each do not fit."""
     assert builder(["build", str(TINY), "--output", str(small_disk / "engine")]) == 2
-    assert "is full" in sentence(capsys)
+    assert "the engine needs 14 MB but the disk of" in sentence(capsys)
+    assert list(small_disk.iterdir()) == []
+
+
+def test_full_disk(capsys: pytest.CaptureFixture[str], small_disk: Path) -> None:
+    """The estimate for int4, 1.7 MB, fits the 2 MB; the engine does not. The model itself, 7 MB, plays no part."""
+    options = ["--precision", "int4", "--calibration-samples", "0", "--eval-tokens", "0"]
+    assert builder(["build", str(TINY), "--output", str(small_disk / "engine"), *options]) == 2
+    assert re.search(r"is full: more is needed than the 2\.\d MB that there were; free some space", sentence(capsys))
     assert list(small_disk.iterdir()) == []
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from builder import build as builder_build
 from builder.bundle import atomic_directory
 from builder.cli import main as builder
+from builder.config import BuildConfig
 from builder.report import write_report
 from builder.staging import LOCK_FILE, staging_directory, sweep
 from runtime.errors import BuildError
@@ -170,6 +176,103 @@ def test_two_builds_race_to_the_same_output(tmp_path: Path) -> None:
     assert failures == []
     assert names(tmp_path) == ["engine"] and names(engine) == ["manifest.json", "plan"]
     assert (engine / "plan" / "writer").read_text() in "012345"
+
+
+# ------------------------------------------------------------------------------------------- places that cannot be used
+
+
+def test_output_below_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file" / "engine", tmp_path / "file" / "more" / "engine"):
+        text = refused(capsys, "build", TINY, "--output", output)
+        assert "(Not a directory); choose another --output" in text and str(output) in text
+
+
+@pytest.mark.parametrize("length", [250, 300])
+def test_output_of_a_long_name(length: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = refused(capsys, "build", TINY, "--output", tmp_path / ("x" * length))
+    assert "(File name too long); choose another --output" in text
+    assert names(tmp_path) == []
+
+
+def test_cache_that_cannot_be_used(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+        text = refused(capsys, "build", TINY, "--output", tmp_path / "engine")
+        assert "set XDG_CACHE_HOME to another place, or build with --no-cache" in text and "--output" not in text
+        assert str(place)[:100] in text
+    assert names(tmp_path) == ["file"]
+
+
+def test_limits_of_the_model_are_checked_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def export(*_: object) -> Path:
+        raise AssertionError("the export has begun")
+
+    monkeypatch.setattr(builder_build, "_export", export)
+    config = BuildConfig(str(TINY), tmp_path / "engine", max_model_len=2049, use_cache=False)
+    with pytest.raises(BuildError, match=r"--max-model-len 2049 exceeds the 2048 positions .*tiny-llama was trained for"):
+        builder_build.build(config, quiet=True)
+    with pytest.raises(AssertionError, match="has begun"):
+        builder_build.build(dataclasses.replace(config, max_model_len=2048), quiet=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- SIGTERM
+
+TERMINATED = """
+import signal, sys
+import builder.build
+from builder.cli import main
+
+def export(source, place):
+    place.mkdir(exist_ok=True)
+    (place / "model.onnx").write_text("half")
+    signal.raise_signal(signal.SIGTERM)
+
+builder.build._export = export
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--no-cache"]])
+def test_sigterm_leaves_nothing(options: list[str], tmp_path: Path) -> None:
+    cache, output = tmp_path / "cache", tmp_path / "out" / "engine"
+    command = [sys.executable, "-c", TERMINATED, "build", str(TINY), "--output", str(output), *options]
+    done = subprocess.run(command, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 143, done.stderr
+    assert "Traceback" not in done.stderr
+    assert names(output.parent) == []
+    assert [path for path in (cache / "forgeline").rglob("*") if path.is_file()] == []  # other libraries keep files there too
+
+
+def test_the_handler_of_sigterm_is_restored_and_threads_set_none(capsys: pytest.CaptureFixture[str]) -> None:
+    def mine(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        assert builder(["inspect", "nowhere"]) == 2
+        assert signal.getsignal(signal.SIGTERM) is mine
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(builder, ["inspect", "nowhere"]).result() == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_leftovers_in_the_cache_are_swept_by_any_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = tmp_path / "forgeline" / "canonical"
+    stale = place / ".0123456789abcdef.abcdefgh"  # another model's
+    stale.mkdir(parents=True)
+    (stale / LOCK_FILE).touch()
+
+    def export(source: str, entry: Path) -> Path:
+        assert names(place) == [entry.name]
+        raise BuildError("enough")
+
+    monkeypatch.setattr(builder_build, "_export", export)
+    with pytest.raises(BuildError, match="enough"):
+        builder_build.build(BuildConfig(str(TINY), tmp_path / "engine"), quiet=True)
+    assert names(place) == []
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from fake_triton import make_manifest
 
 import builder.bundle
 from builder.deploy import HEADER, deploy
+from builder.staging import LOCK_FILE
 from runtime.errors import BuildError, EngineNotFound, InvalidRequest, OutOfDisk
 from runtime.serving.tensors import INPUTS, OUTPUTS
 
@@ -130,3 +133,60 @@ def test_a_full_disk_leaves_the_old_model_in_place(engine: Path, tmp_path: Path,
         deploy(engine, tmp_path, "llm", copy=True)
     assert (model / "config.pbtxt").read_text().startswith(HEADER)
     assert sorted(path.name for path in tmp_path.iterdir()) == ['engine "1"', "llm"]
+
+
+def test_nothing_half_written_is_ever_inside_the_repository(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton takes any directory of the repository for a model and refuses to start when it is none."""
+    seen: list[list[str]] = []
+
+    def copytree(source: Path, target: Path) -> None:
+        seen.append(sorted(path.name for path in (tmp_path / "repository").iterdir()))
+        assert target.parent.parent.parent == tmp_path
+        target.mkdir()
+
+    monkeypatch.setattr(builder.deploy.shutil, "copytree", copytree)
+    for _ in range(2):
+        deploy(engine, tmp_path / "repository", "llm", copy=True)
+    assert seen == [[], ["llm"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['engine "1"', "repository"]
+    assert sorted(path.name for path in (tmp_path / "repository" / "llm").iterdir()) == ["1", "config.pbtxt"]
+
+
+def test_leftovers_of_killed_deployments_are_swept(engine: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    deploy(engine, repository, "llm")
+    shutil.copytree(repository / "llm", repository / ".llm.0123_abc")  # as earlier versions left it
+    shutil.copytree(repository / "llm", repository / ".llm.0123_abc.old")
+    for place in (repository / ".llm.abcdefgh", tmp_path / ".repository.llm.abcdefgh"):
+        place.mkdir()
+        (place / LOCK_FILE).touch()
+    (repository / ".llm.settings").mkdir()  # somebody else's
+    (tmp_path / ".repository.other.abcdefgh").mkdir()
+    (tmp_path / ".repository.other.abcdefgh" / LOCK_FILE).touch()
+    deploy(engine, repository, "llm")
+    assert sorted(path.name for path in repository.iterdir()) == [".llm.settings", "llm"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".repository.other.abcdefgh", 'engine "1"', "repository"]
+
+
+def test_a_repository_that_is_a_mount_of_its_own(engine: Path, tmp_path: Path) -> None:
+    """A rename cannot cross file systems: the directory is then made inside."""
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(repository)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
+    try:
+        deploy(engine, repository, "llm")
+        model = deploy(engine, repository, "llm", copy=True)
+        assert (model / "1" / "engine" / "manifest.json").is_file()
+        assert [path.name for path in repository.iterdir()] == ["llm"]
+    finally:
+        subprocess.run(["umount", str(repository)], check=True)
+
+
+def test_a_repository_that_is_a_file(engine: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match=r"the directory .*file cannot be made \(File exists\); choose another --repository"):
+        deploy(engine, tmp_path / "file", "llm")
