@@ -42,6 +42,10 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--grpc-port", type=int, default=8001)
     serve.add_argument("--metrics-port", type=int, default=8002)
     serve.add_argument("--log-file", type=Path, help="Triton's log; default: standard error")
+    serve.add_argument(
+        "--drain-timeout", type=float, default=5.0, metavar="SECONDS",
+        help="when stopping, requests in flight may finish for so long, then they end with an error; default 5",
+    )  # fmt: skip
 
     doctor = commands.add_parser("doctor", help="say what is on this machine and what will work on it")
     doctor.add_argument("engine", type=Path, nargs="?", help="also say whether this engine loads here")
@@ -111,7 +115,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    from runtime.serving.server import serve_main
+    from runtime.serving.serve import serve_main
 
     return serve_main(
         arguments.repository,
@@ -120,6 +124,7 @@ def serve(arguments: argparse.Namespace) -> int:
         grpc_port=arguments.grpc_port,
         metrics_port=arguments.metrics_port,
         log_file=arguments.log_file,
+        drain_timeout_s=arguments.drain_timeout,
     )
 
 

@@ -24,7 +24,8 @@ from runtime.serving.requests import Generation
 if TYPE_CHECKING:
     from runtime.engine import Output
 
-CLIENT, STOP, TIMEOUT = "client", "stop", "timeout"  # who cancelled
+CLIENT, STOP, TIMEOUT, SHUTDOWN = "client", "stop", "timeout", "shutdown"  # who cancelled
+SHUTTING_DOWN = "the server is shutting down; send the request to another server"
 
 
 class Tensors:
@@ -111,15 +112,16 @@ class Reply:
         self._last_chunk: dict[tuple[int, int], float] = {}
 
     def on_output(self, row: int, output: Output) -> None:
+        finish = output.finish_reason
+        if finish is not None:  # counted also when nobody is left to be told
+            self._metrics.request_ended(output.timings, finish, output.num_prompt_tokens, output.num_output_tokens)
         with self._lock:
             if self.closed:
                 return
             key = (row, output.index)
             sequence = self._open[key]
             sequence.add(output)
-            finish = output.finish_reason
             if finish is not None:
-                self._metrics.request_ended(output.timings, finish, output.num_prompt_tokens, output.num_output_tokens)
                 if finish is FinishReason.ERROR:
                     return self._error(output.error or "the engine failed", "INTERNAL")
                 if finish is FinishReason.CANCELLED and self.cancelled_by != STOP:
@@ -158,7 +160,7 @@ class Reply:
             return "the client cancelled the request", "CANCELLED"
         if self.cancelled_by == TIMEOUT:
             return "the request's timeout passed before it was complete; raise timeout or lower max_tokens", "UNAVAILABLE"
-        return "the server is shutting down; send the request to another server", "UNAVAILABLE"
+        return SHUTTING_DOWN, "UNAVAILABLE"
 
     def _error(self, message: str, code: str) -> None:
         error = self._pb_utils.TritonError(message, getattr(self._pb_utils.TritonError, code))

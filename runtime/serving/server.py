@@ -4,9 +4,11 @@ Watching   A Python backend that is killed leaves the server saying "ready" whil
            backend processes are looked at every POLL_S: when one is gone although its model claims to be ready, the whole
            server is killed (every stream in flight ends with an error, health checks fail) and started again on the same ports.
            A server that ends by itself is started again as well. More than MAX_RESTARTS in RESTART_WINDOW_S: give up.
-Stopping   SIGTERM, a bounded wait, then SIGKILL for the process group; the backends' shared memory is removed. The kernel sends
-           SIGTERM if this process dies first (PR_SET_PDEATHSIG counts from the thread that started the child, so one thread
-           starts, watches and stops it).
+Stopping   the models drain (control.py): they refuse new requests and end those they have, within drain_timeout_s. Only then
+           SIGTERM, for Triton crashes when it unloads a model whose streams are open. A bounded wait, then SIGKILL for the
+           process group; the backends' shared memory is removed. `stop(at_once=True)`: SIGKILL without any of that. The kernel
+           sends SIGTERM if this process dies first (PR_SET_PDEATHSIG counts from the thread that started the child, so one
+           thread starts, watches and stops it).
 Raises     ServerError
 """
 
@@ -30,14 +32,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.errors import ServerError
+from runtime.serving.control import Drain, control_path, remove_shared_memory
 from runtime.serving.installation import STUB, ServerInstallation, find_server
 
-__all__ = ["ServerInstallation", "TritonServer", "find_server", "serve_main"]
+__all__ = ["DRAIN_TIMEOUT_S", "ServerInstallation", "TritonServer", "find_server"]
 
 log = logging.getLogger("forgeline.server")
 
 POLL_S = 0.1
 SCAN_S = 1.0  # looking for backends of models loaded later reads all of /proc
+DRAIN_TIMEOUT_S = 5.0  # requests in flight may finish in this time, then they are cancelled
+CANCEL_GRACE_S = 2.0  # for a cancelled request to end
 STOP_GRACE_S = 5.0  # for unloading the models once the requests in flight are done or given up
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
@@ -64,6 +69,7 @@ class TritonServer:
         inherit_output: bool = False,
         options: Sequence[str] = (),
         ready_timeout_s: float = 300.0,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
         stop_timeout_s: float = 10.0,
         installation: ServerInstallation | None = None,
     ) -> None:
@@ -74,15 +80,19 @@ class TritonServer:
         self.inherit_output = inherit_output  # the server writes to our standard error instead of a file
         self.options = tuple(options)
         self.ready_timeout_s = ready_timeout_s
-        self.stop_timeout_s = stop_timeout_s
+        self.drain_timeout_s = drain_timeout_s
+        self.stop_timeout_s = stop_timeout_s  # Triton's own, for what is in flight after draining
         self.installation = installation
         self.num_restarts = 0
+        self.num_ready = 0  # how often the server became ready
+        self.num_in_flight: int | None = None  # requests when it began to stop
         self.error: ServerError | None = None  # set when supervision gave up
         self.process: subprocess.Popen[bytes] | None = None
         self._backends: dict[int, str] = {}  # Python-backend processes seen → the model of each
         self._directory: Path | None = None
         self._shm_prefix = f"forgeline-{uuid.uuid4().hex}-"  # a backend that is killed leaves its shared memory behind
         self._stop = threading.Event()
+        self._at_once = threading.Event()
         self._settled = threading.Event()  # ready for the first time, or failed
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,9 +120,15 @@ class TritonServer:
             self.stop()
             raise self.error
 
-    def stop(self) -> None:
-        """No process is left when this returns. Idempotent."""
+    def request_stop(self, *, at_once: bool = False) -> None:
+        """Begin to stop, and return; `at_once` also cuts short a stop that has begun. `stop` must follow."""
+        if at_once:
+            self._at_once.set()
         self._stop.set()
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """No process is left when this returns. Idempotent."""
+        self.request_stop(at_once=at_once)
         if self._thread is not None:
             self._thread.join()
         if self._directory is not None:
@@ -205,6 +221,7 @@ class TritonServer:
                 raise ServerError(f"tritonserver ended with status {self.process.returncode} before it was ready{self._tail()}")
             if self.is_ready():
                 self._backends = _stubs(self.process.pid)
+                self.num_ready += 1
                 return
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready after {self.ready_timeout_s:.0f} s{self._tail()}")
@@ -237,11 +254,23 @@ class TritonServer:
         process = self.process
         if process is None:
             return
-        if process.poll() is None:
+        if process.poll() is None and not self._at_once.is_set():
+            self._drain(process.pid)
+        if process.poll() is None and not self._at_once.is_set():
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self.stop_timeout_s + STOP_GRACE_S)
+            deadline = time.monotonic() + self.stop_timeout_s + STOP_GRACE_S
+            while process.poll() is None and time.monotonic() < deadline and not self._at_once.wait(0.02):
+                pass
+            if process.returncode:
+                log.error("tritonserver ended with status %d when it was told to stop", process.returncode)
         self._kill()
+
+    def _drain(self, server: int) -> None:
+        paths = [control_path(self._shm_prefix, pid) for pid in _stubs(server)]
+        with contextlib.closing(Drain(paths, self.drain_timeout_s)) as drain:
+            self.num_in_flight = drain.num_in_flight()
+            if not drain.wait(self.drain_timeout_s + CANCEL_GRACE_S, give_up=self._at_once) and not self._at_once.is_set():
+                log.error("requests did not end within %.0f s", self.drain_timeout_s + CANCEL_GRACE_S)
 
     def _kill(self) -> None:
         assert self.process is not None
@@ -251,8 +280,7 @@ class TritonServer:
         deadline = time.monotonic() + STOP_GRACE_S
         while _group_members(self.process.pid) and time.monotonic() < deadline:
             time.sleep(0.002)
-        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
-            region.unlink(missing_ok=True)
+        remove_shared_memory(self._shm_prefix)
 
     # --------------------------------------------------------------------------------------------------- details
 
@@ -341,49 +369,3 @@ def _group_members(group: int) -> list[str]:
 def _alive(pid: int) -> bool:
     state = _stat(str(pid))
     return bool(state) and state[0] not in "ZX"
-
-
-def serve_main(
-    repository: str | os.PathLike[str],
-    *,
-    host: str = "127.0.0.1",
-    http_port: int = 8000,
-    grpc_port: int = 8001,
-    metrics_port: int = 8002,
-    log_file: str | os.PathLike[str] | None = None,
-    options: Sequence[str] = (),
-) -> int:
-    """`runtime serve`: run until SIGINT or SIGTERM.  Raises  ServerError when it cannot start or supervision gives up."""
-    server = TritonServer(
-        repository, host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port,
-        log_file=log_file, inherit_output=log_file is None, options=options,
-    )  # fmt: skip
-    stop = threading.Event()
-    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        starter = threading.Thread(target=_start_quietly, args=(server,), daemon=True)
-        starter.start()
-        while starter.is_alive() and not stop.wait(POLL_S):
-            pass
-        if not stop.is_set() and server.error is None:
-            print(
-                f"ready: HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}; Ctrl-C stops", flush=True
-            )
-        while not stop.wait(POLL_S) and server.error is None:
-            pass
-        server.stop()
-        starter.join()
-        server.stop()  # the signal may have come before there was anything to stop
-        if server.error is not None and not stop.is_set():
-            raise server.error
-        return 0
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _start_quietly(server: TritonServer) -> None:
-    try:
-        server.start()
-    except ServerError as error:
-        server.error = error

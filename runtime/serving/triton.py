@@ -4,9 +4,13 @@ Threads   execute (Triton's): decodes, validates, submits; never waits for the e
           forgeline-output (the engine's): builds and sends responses; `send` costs 50–100 µs, 20 µs of it this process's CPU
           forgeline-watch: asks Triton which clients have gone (25 µs each), ends what is past its timeout
           forgeline-metrics: brings the gauges up to date
+          forgeline-control: does what the supervisor says when it stops (control.py)
 Cancel    a closed stream, gRPC cancel or HTTP disconnect is seen within `cancellation_check_period_ms`; a request with
           `stop` true cancels the one of the same id
-Death     when the engine's loop dies the live requests get an error and the process ends, so that the supervisor restarts it
+Stop      `drain`: new requests are refused, running ones may finish for a while, what is left then ends with an error
+Death     when the engine's loop dies the live requests get an error and the process ends, so that the supervisor restarts it.
+          When the server is gone this process ends as well: what it sends is never taken, and metrics wait for that without
+          letting go of the GIL, so the metrics thread looks first
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -27,12 +32,14 @@ from runtime.contract import load_manifest
 from runtime.engine import Engine
 from runtime.errors import ForgelineError, InvalidRequest, QueueFull, UnsupportedFeature
 from runtime.metrics import EngineMetrics, TritonRegistry
+from runtime.serving.control import ControlServer, end_orphan, own_control_path
 from runtime.serving.options import ENGINE_DIR, parse_options, runtime_config
 from runtime.serving.requests import INPUT_NAMES, Defaults, decode, is_stop
-from runtime.serving.responses import CLIENT, STOP, TIMEOUT, Reply, Tensors
+from runtime.serving.responses import CLIENT, SHUTDOWN, SHUTTING_DOWN, STOP, TIMEOUT, Reply, Tensors
 
 log = logging.getLogger("forgeline.triton")
 
+PAUSE_AFTER_FAILURE_S = 1.0  # of the watch and metrics threads, so that what keeps failing does not fill the log
 MAX_WATCH_SHARE = 0.02  # of one CPU, for asking whether clients are still there
 
 
@@ -66,6 +73,9 @@ class TritonPythonModel:
         self.live: dict[Reply, str] = {}  # → the client's request id
         self.lock = threading.Lock()
         self.engine_ids = itertools.count()
+        self.server_pid = os.getppid()
+        self.draining = False
+        self.drain_deadline = math.inf
         self.closing = threading.Event()
         self.became_idle = threading.Event()
         self.threads = [
@@ -74,6 +84,8 @@ class TritonPythonModel:
         ]
         for thread in self.threads:
             thread.start()
+        path = own_control_path()
+        self.control = ControlServer(path, self) if path is not None else None
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -84,6 +96,8 @@ class TritonPythonModel:
                 _refuse(sender, _message(error), _code(error))
 
     def finalize(self) -> None:
+        if self.control is not None:
+            self.control.close()
         self.closing.set()
         self.became_idle.set()
         for thread in self.threads:
@@ -91,6 +105,22 @@ class TritonPythonModel:
         self.engine.close()
         self.metrics.close()
         self.tensors.small.cache_clear()
+
+    def drain(self, timeout_s: float) -> int:
+        with self.lock:
+            self.draining = True
+            self.drain_deadline = time.monotonic() + timeout_s
+            return len(self.live)
+
+    def is_drained(self) -> bool:
+        """Asked again and again by the control thread: what has not ended when the time is over is cancelled here."""
+        with self.lock:
+            replies = list(self.live)
+        if time.monotonic() > self.drain_deadline:
+            for reply in replies:
+                if not reply.cancelled_by:
+                    self._cancel(reply, SHUTDOWN)
+        return not replies
 
     def _start(self, request: Any, sender: Any) -> None:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs() if tensor.name() in INPUT_NAMES}
@@ -121,6 +151,8 @@ class TritonPythonModel:
             on_end=self._ended,
         )
         with self.lock:
+            if self.draining:
+                raise QueueFull(SHUTTING_DOWN)
             self.live[reply] = request.request_id()
         try:
             for row, generation in enumerate(generations):
@@ -171,19 +203,30 @@ class TritonPythonModel:
             with self.lock:
                 replies = [reply for reply in self.live if not reply.cancelled_by]
             start = time.thread_time()
+            failed = False
             for reply in replies:
-                if reply.deadline and time.monotonic() > reply.deadline:
-                    self._cancel(reply, TIMEOUT)
-                elif reply.client_has_gone():
-                    self._cancel(reply, CLIENT)
-            pause = max(period, (time.thread_time() - start) / MAX_WATCH_SHARE)
+                try:
+                    self._look_after(reply)
+                except Exception:  # this thread must live: without it no client that leaves is noticed, and no dead engine
+                    failed = True
+                    log.exception("the look at one client failed; the next is in %g s", PAUSE_AFTER_FAILURE_S)
+            pause = PAUSE_AFTER_FAILURE_S if failed else max(period, (time.thread_time() - start) / MAX_WATCH_SHARE)
+
+    def _look_after(self, reply: Reply) -> None:
+        if reply.deadline and time.monotonic() > reply.deadline:
+            self._cancel(reply, TIMEOUT)
+        elif reply.client_has_gone():
+            self._cancel(reply, CLIENT)
 
     def _die(self) -> None:
         log.critical("the engine's threads have ended; this backend process ends so that it can be restarted")
         with self.lock:
             replies = list(self.live)
         for reply in replies:
-            reply.fail("the engine failed while the request ran; send it again", "INTERNAL")
+            try:
+                reply.fail("the engine failed while the request ran; send it again", "INTERNAL")
+            except Exception:
+                log.exception("a client could not be told")
         os._exit(1)
 
     def _update_metrics(self) -> None:
@@ -193,7 +236,13 @@ class TritonPythonModel:
             if idle:
                 self.became_idle.clear()
                 self.closing.wait(0.005)  # the loop frees the last request's blocks after its last output
-            self.metrics.update(self.engine.stats(), {"cpu": _resident_bytes(), "gpu": 0, "pinned": 0})
+            if os.getppid() != self.server_pid:
+                end_orphan()
+            try:
+                self.metrics.update(self.engine.stats(), {"cpu": _resident_bytes(), "gpu": 0, "pinned": 0})
+            except Exception:
+                log.exception("the metrics could not be brought up to date; the next attempt is in %g s", PAUSE_AFTER_FAILURE_S)
+                self.closing.wait(PAUSE_AFTER_FAILURE_S)
 
 
 def _resident_bytes() -> int:

@@ -222,6 +222,31 @@ def test_a_client_that_leaves_is_noticed_and_its_request_cancelled(make_model: M
     assert list(model.live) != [] and stays.sent == []
 
 
+def test_draining_lets_finish_what_runs_and_refuses_the_rest(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, stream())
+    assert model.drain(60) == 1 and not model.is_drained()
+    late, submitted = start(model)
+    assert submitted == [] and model.engine.cancelled == []
+    assert late.only_error().message == "the server is shutting down; send the request to another server"
+    assert late.only_error().code == TritonError.UNAVAILABLE
+    running.emit("done", finish=FinishReason.LENGTH)
+    assert texts(sender) == [[b"done"]] and sender.finals == [True]
+    assert model.is_drained()
+
+
+def test_what_has_not_finished_when_the_drain_time_is_over_is_cancelled(make_model: Make) -> None:
+    model = make_model()
+    sender, running = start(model, stream())
+    assert model.drain(0) == 1
+    wait_until(lambda: not model.is_drained() and model.engine.cancelled == [running.id])
+    model.is_drained()
+    assert model.engine.cancelled == [running.id]  # once
+    running.emit("", tokens=0, finish=FinishReason.CANCELLED)
+    assert sender.only_error().message == "the server is shutting down; send the request to another server"
+    assert sender.only_error().code == TritonError.UNAVAILABLE and model.is_drained()
+
+
 def test_closing_the_model_ends_what_runs(make_model: Make) -> None:
     model = make_model()
     sender, running = start(model, stream())
@@ -330,6 +355,25 @@ def test_a_dead_engine_ends_the_requests_and_the_process(make_model: Make, monke
     model.engine.healthy = False
     assert exited.wait(5)
     assert sender.only_error().message == "the engine failed while the request ran; send it again"
+
+
+def test_a_backend_whose_server_is_gone_ends_before_it_sends_metrics(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    ended = threading.Event()
+    updates: list[bool] = []
+
+    def end() -> None:
+        ended.set()
+        model.closing.wait(0.05)  # in place of the end
+
+    monkeypatch.setattr(triton, "end_orphan", end)
+    assert not ended.wait(0.05)
+    monkeypatch.setattr(model.metrics, "update", lambda *_: updates.append(ended.is_set()))
+    monkeypatch.setattr(triton.os, "getppid", lambda: 1)
+    before = len(updates)
+    assert ended.wait(5)
+    wait_until(lambda: True in updates)
+    assert updates[before:].count(False) <= 1  # one may have been under way
 
 
 def test_the_metrics_follow_the_engine(make_model: Make) -> None:
