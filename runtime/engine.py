@@ -8,6 +8,7 @@ Ends      every submitted sequence gets exactly one Output with a finish_reason
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -26,6 +27,7 @@ from runtime.contract import TOKENIZER_DIR, Manifest, load_manifest
 from runtime.errors import InvalidRequest, QueueFull
 from runtime.executors import kv_cache_free_bytes, load_executor
 from runtime.loop import Loop, TokenOutput
+from runtime.prompt import check_length, checked_ids
 from runtime.request import FinishReason, Request, SamplingParams, Timings
 from runtime.sampler import Sampler, TokenLogprobs
 from runtime.scheduler import Scheduler
@@ -109,6 +111,7 @@ class Engine:
         self._lock = threading.Lock()
         self._sequences: dict[str, _Sequence] = {}  # by internal request id
         self._user_ids: dict[str, list[str]] = {}
+        self._internal_ids = itertools.count()  # of sequences; no name that a client chooses can collide with them
         self._outputs: queue.SimpleQueue[list[TokenOutput] | None] = queue.SimpleQueue()
         self._closed = False
         loop.sink = self._outputs.put
@@ -138,6 +141,7 @@ class Engine:
             policy=resolved.scheduling_policy,
             enable_chunked_prefill=resolved.enable_chunked_prefill,
             eos_token_ids=manifest.model.eos_token_ids,
+            min_prefill_tokens=executor.min_prefill_tokens,
         )
         sampler = Sampler(manifest.model.vocab_size, eos_token_ids=manifest.model.eos_token_ids)
         builder = BatchBuilder(executor.block_size, resolved.max_num_batched_tokens)
@@ -162,32 +166,43 @@ class Engine:
         """
         if self._closed:
             raise QueueFull("the engine is shutting down; send the request to another server")
-        if n < 1:
-            raise InvalidRequest(f"n is {n} but must be at least 1")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        most = self.config.max_queue_size
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
+            raise InvalidRequest(f"n is {n!r} but must be at least 1 and at most max_queue_size={most}")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequest(f"priority is {priority!r} but must be a whole number")
+        for name, value, kind in (
+            ("params", params, SamplingParams), ("cache_salt", cache_salt, str), ("request_id", request_id or "", str),
+        ):  # fmt: skip
+            if not isinstance(value, kind):
+                raise InvalidRequest(f"{name} is {value!r} but must be of type {kind.__name__}")
+        ids = self.encode(prompt) if isinstance(prompt, str) else checked_ids(prompt, self.manifest.model.vocab_size)
         user_id = request_id or uuid.uuid4().hex
-        requests: list[Request] = []
+        sequences: list[_Sequence] = []
         for index in range(n):
             own = params if index == 0 or params.seed is None else _with_seed(params, params.seed + index)
-            parent = requests[0] if index else None
-            internal = f"{user_id}/{index}" if n > 1 else user_id
-            requests.append(
-                Request(internal, ids if index == 0 else list(ids), own, priority=priority, cache_salt=cache_salt, fork_of=parent)
-            )
-        self.loop.scheduler.validate(requests[0])
-        with self._lock:
-            limit = self.config.max_queue_size
-            if len(self._sequences) + n > limit:
-                raise QueueFull(f"{len(self._sequences)} requests are queued or running and the limit is {limit}; retry later")
+            request = Request(
+                str(next(self._internal_ids)), ids if index == 0 else list(ids), own, priority=priority, cache_salt=cache_salt,
+                fork_of=sequences[0].request if index else None,
+            )  # fmt: skip
+            sequences.append(_Sequence(request, user_id, index, TextStream(own, self.tokenizer, ids), on_output))
+        self.loop.scheduler.validate(sequences[0].request)
+        self.loop.sampler.validate(params)
+        with self._lock:  # nothing below may raise after the first registration
+            if len(self._sequences) + n > most:
+                raise QueueFull(f"{len(self._sequences)} requests are queued or running and the limit is {most}; retry later")
             if user_id in self._user_ids:
                 raise InvalidRequest(f"request id {user_id!r} is already in use; choose another or wait for it to end")
-            self._user_ids[user_id] = [request.request_id for request in requests]
-            for index, request in enumerate(requests):
-                stream = TextStream(request.params, self.tokenizer, ids)
-                self._sequences[request.request_id] = _Sequence(request, user_id, index, stream, on_output)
-        for request in requests:
-            self.loop.submit(request)
+            self._user_ids[user_id] = [sequence.request.request_id for sequence in sequences]
+            self._sequences.update((sequence.request.request_id, sequence) for sequence in sequences)
+        for sequence in sequences:
+            self.loop.submit(sequence.request)
         return user_id
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A prompt's token ids.  Raises  InvalidRequest; PromptTooLong, before tokenizing, for text that cannot fit."""
+        check_length(text, self.config.max_model_len, lambda: self.tokenizer.max_token_bytes)
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def cancel(self, request_id: str) -> None:
         """End a request with FinishReason.CANCELLED and free its blocks before the next step; unknown ids do nothing."""

@@ -106,6 +106,17 @@ class Tokenizer:
     def id_to_token(self, id: int) -> str | None:
         return self._backend.id_to_token(id)
 
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Of the longest token; no text of more than n times as many bytes has n tokens."""
+        longest = 1
+        tokens = ((len(token.encode()), id) for token, id in self._backend.get_vocab(with_added_tokens=True).items())
+        for num_bytes, id in sorted(tokens, reverse=True):  # of the token as written, which is no shorter than its text
+            if num_bytes <= longest:
+                break
+            longest = max(longest, len(self.id_to_token_bytes(id)))
+        return longest
+
     def id_to_token_bytes(self, id: int) -> bytes:
         """What the token adds inside a text; empty for ids the tokenizer does not know."""
         return self.pieces.piece(id) or b""

@@ -5,6 +5,7 @@ Sampling    Greedy unless asked otherwise, as in the classic backend: greedy whe
             sampled at `temperature` (default 1).
 end_id      an end token of the model: all of its end tokens count. Another token: only that one. -1: none, run to max_tokens.
 bad_words   each is banned with and without a space before it, since tokenizers join that space to the word.
+Limits      lists of words: in number and in bytes, since they are tokenized while no other request is looked at
 Shapes      with a batch dimension [B, …], one generation per row; without it [dims], one generation
 Raises      InvalidRequest, UnsupportedFeature
 """
@@ -19,10 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from runtime.errors import InvalidRequest, UnsupportedFeature
-from runtime.request import SamplingParams
+from runtime.request import MAX_STOP_STRINGS, SamplingParams
 from runtime.serving.tensors import INPUTS, PARAMETERS, UNAVAILABLE, Array
 
 INPUT_NAMES = frozenset(spec.name for spec in INPUTS)
+MAX_WORDS = 1024  # in bad_words, and in embedding_bias_words
+MAX_WORDS_BYTES = 16384  # in one of these or in stop_words, all words together
 _IGNORED_PARAMETERS = frozenset({"id", "triton_enable_empty_final_response", "binary_data_output"})  # the front end's own
 
 
@@ -142,8 +145,21 @@ class _Row:
             return bool(value)
         raise InvalidRequest(f"{name} is {value!r} but must be true or false")
 
-    def texts(self, name: str) -> list[str]:
-        return [_text(name, value) for value in self.values(name)]
+    def count(self, name: str) -> int:
+        array = self._inputs.get(name)
+        return 0 if array is None else (array if self._row is None else array[self._row]).size
+
+    def texts(self, name: str, most: int) -> list[str]:
+        """A list of words. Empty ones, which fill up the rows of a batch, do not count towards the limits."""
+        values = self.values(name)
+        lengths = [len(value) for value in values if value]
+        if len(lengths) > most:
+            raise InvalidRequest(f"{name} holds {len(lengths)} words but at most {most} are allowed; send fewer")
+        if sum(lengths) > MAX_WORDS_BYTES:
+            raise InvalidRequest(
+                f"{name} holds {sum(lengths)} bytes of text but at most {MAX_WORDS_BYTES} are allowed; send fewer or shorter"
+            )
+        return [_text(name, value) for value in values]
 
     def text(self, name: str, default: str = "") -> str:
         value = self.scalar(name)
@@ -223,7 +239,7 @@ def _sampling(row: _Row, defaults: Defaults) -> SamplingParams:
         frequency_penalty=row.number("frequency_penalty", 0.0),
         seed=row.either("seed", "random_seed"),
         logprobs=0 if row.flag("return_log_probs") else None,
-        stop=tuple(word for word in row.texts("stop_words") if word),
+        stop=tuple(word for word in row.texts("stop_words", MAX_STOP_STRINGS) if word),
         stop_token_ids=stop_token_ids,
         bad_words_ids=_bad_words(row, defaults),
         logit_bias=_bias(row, defaults),
@@ -248,7 +264,7 @@ def _end(row: _Row, defaults: Defaults) -> tuple[tuple[int, ...], bool]:
 
 def _bad_words(row: _Row, defaults: Defaults) -> tuple[tuple[int, ...], ...]:
     banned: dict[tuple[int, ...], None] = {}
-    for word in row.texts("bad_words"):
+    for word in row.texts("bad_words", MAX_WORDS):
         for form in dict.fromkeys((word, " " + word.lstrip(" "))) if word else ():
             ids = tuple(defaults.tokenizer.encode(form, add_special_tokens=False))
             if ids:
@@ -257,13 +273,13 @@ def _bad_words(row: _Row, defaults: Defaults) -> tuple[tuple[int, ...], ...]:
 
 
 def _bias(row: _Row, defaults: Defaults) -> tuple[tuple[int, float], ...]:
-    words, weights = row.texts("embedding_bias_words"), row.values("embedding_bias_weights")
-    if len(words) != len(weights):
+    words, num_weights = row.texts("embedding_bias_words", MAX_WORDS), row.count("embedding_bias_weights")
+    if len(words) != num_weights:
         raise InvalidRequest(
-            f"embedding_bias_words holds {len(words)} words but embedding_bias_weights {len(weights)}; send one weight per word"
+            f"embedding_bias_words holds {len(words)} words but embedding_bias_weights {num_weights}; send one weight per word"
         )
     bias: dict[int, float] = {}
-    for word, weight in zip(words, weights, strict=True):
+    for word, weight in zip(words, row.values("embedding_bias_weights"), strict=True):
         for token in defaults.tokenizer.encode(word, add_special_tokens=False):
             bias[token] = bias.get(token, 0.0) + weight
     return tuple(bias.items())

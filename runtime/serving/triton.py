@@ -159,7 +159,7 @@ class TritonPythonModel:
                 engine_id = str(next(self.engine_ids))
                 reply.engine_ids.append(engine_id)
                 self.engine.submit(
-                    self.engine.tokenizer.encode(generation.prompt, generation.add_special_tokens),
+                    self.engine.encode(generation.prompt, generation.add_special_tokens),
                     generation.params,
                     request_id=engine_id,
                     n=generation.n,

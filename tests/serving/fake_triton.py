@@ -226,6 +226,9 @@ class FakeEngine:
         self.closed = False
         self.used_blocks = 0
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens)
+
     def submit(self, prompt: Any, params: SamplingParams, **keywords: Any) -> str:
         if self.refuse_with is not None:
             raise self.refuse_with

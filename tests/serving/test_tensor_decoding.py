@@ -104,6 +104,14 @@ def test_bad_words_are_banned_with_and_without_a_space() -> None:
     assert one(bad_words=[b"ab", b"", b" c"]).params.bad_words_ids == ((97, 98), (32, 97, 98), (32, 99))
 
 
+def test_as_many_words_as_allowed() -> None:
+    words = [b"%d" % n for n in range(1024)]
+    params = one(bad_words=words, embedding_bias_words=words, embedding_bias_weights=[0.5] * 1024).params
+    assert len(params.bad_words_ids) == 2048 and len(params.logit_bias) == 10
+    assert len(one(stop_words=[*words[:64], *[b""] * 9]).params.stop) == 64  # padding of a batch does not count
+    assert len(one(bad_words=[b"x" * 16384]).params.bad_words_ids) == 2
+
+
 def test_bias_adds_up_over_the_tokens_of_all_words() -> None:
     params = one(embedding_bias_words=[b"ab", b"b"], embedding_bias_weights=[1.5, -0.5]).params
     assert params.logit_bias == ((97, 1.5), (98, 1.0))
@@ -205,6 +213,15 @@ def test_every_input_is_served_or_refused_by_name() -> None:
         ({"pad_id": -2}, "pad_id is -2 but must be a token id in [0, 100), or -1"),
         ({"embedding_bias_words": [b"a"]},
          "embedding_bias_words holds 1 words but embedding_bias_weights 0; send one weight per word"),
+        ({"stop_words": [b"x"] * 65}, "stop_words holds 65 words but at most 64 are allowed; send fewer"),
+        ({"bad_words": [b"x"] * 1025}, "bad_words holds 1025 words but at most 1024 are allowed; send fewer"),
+        ({"bad_words": [b"x" * 8193, b"y" * 8192]},
+         "bad_words holds 16385 bytes of text but at most 16384 are allowed; send fewer or shorter"),
+        ({"embedding_bias_words": [b"x"] * 1025, "embedding_bias_weights": [1.0] * 1025},
+         "embedding_bias_words holds 1025 words but at most 1024 are allowed; send fewer"),
+        ({"embedding_bias_words": [b"a", b"a"], "embedding_bias_weights": [3e38, 3e38]},
+         "the bias of token 97 is 6e+38 but must be in [-10000, 10000]"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40 but must be in [0.01, 100]"),
         ({"max_tokens": [3, 4]}, "max_tokens holds 2 values but takes one; send one request for each"),
         ({"stop_words": [b"\xff"]}, "stop_words is not UTF-8: byte 0xff at offset 0 is not valid; encode the text as UTF-8"),
     ],
