@@ -311,7 +311,7 @@ def change_weights(directory: Path, **changes: Any) -> None:
 
 
 def test_tables_that_the_model_computes_are_no_weights(copy: Path) -> None:
-    change_weights(copy, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(8, np.float32))
+    change_weights(copy, rope_freqs__weight=np.ones(8, np.float32), model__layers__0__attn__masked_bias=np.ones(1, np.float32))
     load_checkpoint(str(copy))
     change_weights(copy, model__layers__0__self_attn__extra=np.ones(8, np.float32))
     with pytest.raises(CorruptCheckpoint, match=r"holds 1 weights that .* \(model\.layers\.0\.self_attn\.extra\)"):
