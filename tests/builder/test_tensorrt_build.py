@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+from pathlib import Path
 
 import pytest
-from conftest import TINY_LLAMA
 
 from builder.build import build
 from builder.config import BuildConfig
@@ -20,6 +20,7 @@ from runtime.errors import BuildError
 rtx = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
 pytest.importorskip("triton", reason="no kernel compiler for this Python version or platform")
 
+TINY_LLAMA = Path(__file__).parent.parent / "models" / "tiny-llama"
 NUM_LAYERS = 4
 MOST_BYTES = {"fp16": 2.001, "fp8": 1.15, "int8": 1.15, "int4": 0.6}  # of attention and mlp weights in the plan, with scales
 
@@ -32,7 +33,6 @@ def _build(output, precision, **options):
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """fp16 for sm89 with kernels and accuracy; fp8 for sm120 and int4 for sm89 as plans only would say the same of kernels."""
     root = tmp_path_factory.mktemp("tensorrt")
     return {
         "fp16": _build(root / "fp16", "fp16", target_arch=("sm89",), eval_tokens=200),
