@@ -15,6 +15,11 @@ from runtime.contract import Manifest
 from runtime.errors import InvalidRequest, ManifestMismatch
 
 SCHEDULING_POLICIES = ("continuous", "static")
+# Whole numbers of RuntimeConfig: (least, None allowed). A sequence is a prompt token and an output token at least.
+_WHOLE = {
+    "max_num_seqs": (1, True), "max_num_batched_tokens": (1, True), "max_model_len": (2, True),
+    "kv_cache_memory_bytes": (1, True), "num_blocks": (1, True), "num_threads": (1, True), "max_queue_size": (1, False),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,18 @@ class RuntimeConfig:
     verify_checksums: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "num_threads"):
+        for name, (least, optional) in _WHOLE.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequest(f"{name} is {value} but must be at least 1")
-        if not 0 < self.kv_cache_memory_fraction <= 1:
-            raise InvalidRequest(f"kv_cache_memory_fraction is {self.kv_cache_memory_fraction} but must be in (0, 1]")
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidRequest(f"{name} is {value!r} but must be a whole number of at least {least}")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "verify_checksums"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r} but must be True or False")
+        fraction = self.kv_cache_memory_fraction
+        if not isinstance(fraction, (int, float)) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+            raise InvalidRequest(f"kv_cache_memory_fraction is {fraction!r} but must be in (0, 1]")
         if self.scheduling_policy not in SCHEDULING_POLICIES:
             raise InvalidRequest(
                 f"scheduling_policy is {self.scheduling_policy!r} but must be one of {', '.join(SCHEDULING_POLICIES)}"
@@ -73,6 +84,8 @@ def free_memory_bytes() -> int:
             limit = file.read().strip()
         with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
             used = int(file.read())
+        with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as file:  # cached files give way
+            used -= next((int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0)
         if limit != "max":
             available = min(available, int(limit) - used)
     except (OSError, ValueError):
@@ -102,7 +115,8 @@ def default_max_num_seqs(manifest: Manifest) -> int:
 def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = None) -> ResolvedConfig:
     """`free_bytes` of the memory that will hold the KV cache; None: this machine's.
 
-    Raises ManifestMismatch when a choice exceeds what the engine was built for, or the pool cannot hold one sequence.
+    Raises ManifestMismatch when a choice exceeds what the engine was built for, or the pool cannot hold one sequence;
+    InvalidRequest when the pool that was asked for exceeds the free memory.
     """
 
     def limited(name: str, default: int) -> int:
@@ -125,12 +139,12 @@ def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = 
     block_size = manifest.kv_cache.block_size
     bytes_per_block = manifest.kv_cache.bytes_per_token * block_size
     blocks_per_seq = -(-max_model_len // block_size)
+    free_bytes = free_memory_bytes() if free_bytes is None else free_bytes
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:
         budget = config.kv_cache_memory_bytes
         if budget is None:
-            free_bytes = free_memory_bytes() if free_bytes is None else free_bytes
             budget = int(free_bytes * config.kv_cache_memory_fraction)
         num_blocks = min(budget // bytes_per_block, max_num_seqs * blocks_per_seq)
     if num_blocks < blocks_per_seq:
@@ -139,6 +153,12 @@ def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = 
             f"the KV cache has {num_blocks} blocks ({num_blocks * bytes_per_block} bytes) but one sequence of "
             f"max_model_len={max_model_len} needs {blocks_per_seq} ({need} bytes); set kv_cache_memory_bytes={need} or more, "
             f"or max_model_len={num_blocks * block_size} or less"
+        )
+    if num_blocks * bytes_per_block > free_bytes:
+        name, unit = ("num_blocks", bytes_per_block) if config.num_blocks is not None else ("kv_cache_memory_bytes", 1)
+        raise InvalidRequest(
+            f"{name}={getattr(config, name)} asks for a KV cache of {num_blocks * bytes_per_block} bytes but {free_bytes} are "
+            f"free; set it to {free_bytes // unit} or less"
         )
     return ResolvedConfig(
         max_num_seqs=max_num_seqs,

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.config import RuntimeConfig, from_strings, resolve
 from runtime.contract import Manifest
 from runtime.errors import InvalidRequest
+from runtime.executors import kv_cache_free_bytes
 
 ENGINE_DIR = "engine_dir"
 
@@ -135,7 +137,7 @@ def runtime_config(options: ServingOptions, manifest: Manifest) -> RuntimeConfig
     """What to load the engine with. Never evicting means: no more sequences at a time than the pool holds at full length."""
     if not options.guaranteed_no_evict:
         return options.runtime
-    resolved = resolve(options.runtime, manifest)
+    resolved = resolve(options.runtime, manifest, kv_cache_free_bytes(manifest))
     longest = -(-resolved.max_model_len // manifest.kv_cache.block_size)
     max_num_seqs = min(resolved.max_num_seqs, resolved.num_blocks // longest)
     return dataclasses.replace(options.runtime, max_num_seqs=max_num_seqs, num_blocks=resolved.num_blocks)
@@ -144,7 +146,11 @@ def runtime_config(options: ServingOptions, manifest: Manifest) -> RuntimeConfig
 def _check_against(config: RuntimeConfig, manifest: Manifest) -> None:
     """The limits fixed at build time, without asking how much memory this machine has."""
     enough = -(-manifest.max_model_len // manifest.kv_cache.block_size)
-    resolve(config if config.num_blocks is not None else dataclasses.replace(config, num_blocks=enough), manifest)
+    resolve(
+        config if config.num_blocks is not None else dataclasses.replace(config, num_blocks=enough),
+        manifest,
+        free_bytes=sys.maxsize,
+    )
 
 
 def _choose(name: str, value: str) -> str:

@@ -1,0 +1,99 @@
+"""The operator's options: what is refused, in one sentence with the name, the value and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from runtime.config import RuntimeConfig, free_memory_bytes, from_options, from_strings, resolve
+from runtime.contract import KVSpec, LayerSpec, Manifest, ModelSpec, PrecisionSpec
+from runtime.errors import InvalidRequest, ManifestMismatch
+from runtime.serving.options import parse_options
+
+BLOCK_BYTES = 8 * 16
+MANIFEST = Manifest(
+    schema_version=1, forgeline_version="0", created="", target="cpu",
+    model=ModelSpec("tiny", "LlamaForCausalLM", "llama", 100, 8, (LayerSpec(1, 1, 8),), 64, eos_token_ids=(1, 2)),
+    precision=PrecisionSpec("fp32", "fp32", "fp32", "fp32", "fp32"),
+    kv_cache=KVSpec("f32", "f32", 16, "test", 8), max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64,
+    libraries={}, plan={}, checksums={}, weight_bytes=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_queue_size": 0}, "max_queue_size is 0 but must be a whole number of at least 1"),
+        ({"max_queue_size": None}, "max_queue_size is None but must be a whole number of at least 1"),
+        ({"max_model_len": 1}, "max_model_len is 1 but must be a whole number of at least 2"),
+        ({"kv_cache_memory_bytes": -5}, "kv_cache_memory_bytes is -5 but must be a whole number of at least 1"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5 but must be a whole number of at least 1"),
+        ({"max_num_seqs": "4"}, "max_num_seqs is '4' but must be a whole number of at least 1"),
+        ({"max_num_seqs": True}, "max_num_seqs is True but must be a whole number of at least 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0 but must be a whole number of at least 1"),
+        ({"num_blocks": 0}, "num_blocks is 0 but must be a whole number of at least 1"),
+        ({"num_threads": -1}, "num_threads is -1 but must be a whole number of at least 1"),
+        ({"enable_prefix_caching": "false"}, "enable_prefix_caching is 'false' but must be True or False"),
+        ({"enable_chunked_prefill": 0}, "enable_chunked_prefill is 0 but must be True or False"),
+        ({"verify_checksums": None}, "verify_checksums is None but must be True or False"),
+        ({"kv_cache_memory_fraction": "0.5"}, "kv_cache_memory_fraction is '0.5' but must be in (0, 1]"),
+        ({"kv_cache_memory_fraction": float("nan")}, "kv_cache_memory_fraction is nan but must be in (0, 1]"),
+        ({"kv_cache_memory_fraction": True}, "kv_cache_memory_fraction is True but must be in (0, 1]"),
+        ({"scheduling_policy": ["static"]}, "scheduling_policy is ['static'] but must be one of continuous, static"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{re.escape(message)}$"):
+        from_options(options)
+
+
+def test_text_is_checked_like_values() -> None:
+    with pytest.raises(InvalidRequest, match=r"^max_queue_size is -1 but must be a whole number of at least 1$"):
+        from_strings({"max_queue_size": "-1"})
+    assert from_strings({"max_model_len": "2", "kv_cache_memory_bytes": "1", "max_queue_size": "1"}) == RuntimeConfig(
+        max_model_len=2, kv_cache_memory_bytes=1, max_queue_size=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_blocks": 11},
+            "num_blocks=11 asks for a KV cache of 1408 bytes but 1407 are free; set it to 10 or less",
+        ),
+        (
+            {"kv_cache_memory_bytes": 1500},
+            "kv_cache_memory_bytes=1500 asks for a KV cache of 1408 bytes but 1407 are free; set it to 1407 or less",
+        ),
+    ],
+)
+def test_a_pool_beyond_the_free_memory_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{re.escape(message)}$"):
+        resolve(RuntimeConfig(**options), MANIFEST, free_bytes=1407)
+    assert resolve(RuntimeConfig(**options), MANIFEST, free_bytes=1408).num_blocks == 11
+
+
+def test_this_machines_memory_counts_unless_told_otherwise() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"^num_blocks=1000000000000000 asks for a KV cache of 128000000000000000 bytes but \d+ are f"
+    ):
+        resolve(RuntimeConfig(num_blocks=10**15), MANIFEST)
+    assert 0 < free_memory_bytes() < 10**15
+
+
+def test_no_budget_takes_more_than_its_share_or_than_can_be_used() -> None:
+    assert resolve(RuntimeConfig(kv_cache_memory_fraction=0.5), MANIFEST, free_bytes=20 * BLOCK_BYTES).num_blocks == 10
+    assert resolve(RuntimeConfig(kv_cache_memory_bytes=10**9), MANIFEST, free_bytes=32 * BLOCK_BYTES).num_blocks == 32
+    with pytest.raises(ManifestMismatch, match="the KV cache has 3 blocks"):
+        resolve(RuntimeConfig(num_blocks=3), MANIFEST, free_bytes=10**9)
+
+
+def test_deploying_does_not_ask_for_the_memory_of_this_machine() -> None:
+    """The engine may run on another."""
+    large = dataclasses.replace(MANIFEST, kv_cache=dataclasses.replace(MANIFEST.kv_cache, bytes_per_token=10**12))
+    assert parse_options({"num_blocks": "10"}, large).runtime.num_blocks == 10
+    assert parse_options({}, large).runtime.num_blocks is None
