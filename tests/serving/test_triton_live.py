@@ -50,7 +50,7 @@ PROMPTS = ("Once upon a time there was", "The king said", "And it came to pass",
 def build(output: Path) -> None:
     command = [
         sys.executable, "-m", "builder.cli", "build", str(TINY_LLAMA), "--target", "cpu", "--precision", "fp32",
-        "--kv-cache-dtype", "f32", "--max-model-len", "512", "--max-num-seqs", "32", "--output", str(output),
+        "--kv-cache-dtype", "f32", "--max-num-seqs", "32", "--output", str(output),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, text=True)
 
@@ -66,8 +66,10 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def repository(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("repository")
     threads = {"num_threads": "1"}
-    deploy(engine_dir, directory, "llm", options={"max_tokens_in_paged_kv_cache": "1024", **threads})  # preempts under load
-    deploy(engine_dir, directory, "plain", options={"decoupled_mode": "false", **threads})
+    short = {"max_model_len": "512", **threads}
+    deploy(engine_dir, directory, "llm", options={"max_tokens_in_paged_kv_cache": "1024", **short})  # preempts under load
+    deploy(engine_dir, directory, "plain", options={"decoupled_mode": "false", **short})
+    deploy(engine_dir, directory, "long", options=threads)  # 2,048 tokens: answers that a cancellation cannot come too late for
     return directory
 
 
@@ -90,7 +92,7 @@ def no_block_stays_used(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "server" in request.fixturenames:
         server = request.getfixturevalue("server")
-        wait_until(lambda: used_blocks(server) == 0 and used_blocks(server, "plain") == 0)
+        wait_until(lambda: all(used_blocks(server, model) == 0 for model in ("llm", "plain", "long")))
 
 
 def in_process(llm: LLM, prompt: str, **params: Any) -> str:
@@ -197,20 +199,27 @@ def get(server: TritonServer, path: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- leaving
 
 
+LONG = 2000  # tokens: seconds of work, many times what it takes to notice that a client has gone
+
+
 def count_cancelled(server: TritonServer) -> float:
-    return metrics(server)['forgeline_requests_total{finish_reason="cancelled",model="llm",version="1"}']
+    return metrics(server)['forgeline_requests_total{finish_reason="cancelled",model="long",version="1"}']
+
+
+def num_active(server: TritonServer) -> float:
+    return metrics(server)['nv_trt_llm_request_metrics{model="long",request_type="active",version="1"}']
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])
 def test_a_grpc_stream_dropped_after_some_tokens(server: TritonServer, count: int) -> None:
     before = count_cancelled(server)
-    flags = {"max_tokens": 400, "ignore_eos": True, "stream": True, "return_log_probs": True}
-    with Stream(server, PROMPTS[0], **flags) as running:
+    flags = {"max_tokens": LONG, "ignore_eos": True, "stream": True, "return_log_probs": True}
+    with Stream(server, PROMPTS[0], model="long", **flags) as running:
         for _ in range(count):
             assert running.next() is not None
         if count == 0:
-            time.sleep(0.05)  # else the request may never have left this process
-    wait_until(lambda: used_blocks(server) == 0 and count_cancelled(server) == before + 1)
+            wait_until(lambda: num_active(server) == 1)  # else the request may never have left this process
+    wait_until(lambda: used_blocks(server, "long") == 0 and count_cancelled(server) == before + 1)
 
 
 def test_a_killed_client_frees_its_blocks(server: TritonServer) -> None:
@@ -218,38 +227,39 @@ def test_a_killed_client_frees_its_blocks(server: TritonServer) -> None:
     script = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
         "from types import SimpleNamespace\nfrom triton_client import Stream\n"
-        f"running = Stream(SimpleNamespace(grpc_url={server.grpc_url!r}), 'Once', max_tokens=400, ignore_eos=True, stream=True)\n"
+        f"running = Stream(SimpleNamespace(grpc_url={server.grpc_url!r}), 'Once', model='long', "
+        f"max_tokens={LONG}, ignore_eos=True, stream=True)\n"
         "for chunk in running:\n    print(chunk['text_output'], flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as client:
         assert client.stdout is not None and client.stdout.readline()
         client.kill()
-        wait_until(lambda: used_blocks(server) == 0 and count_cancelled(server) == before + 1)
+        wait_until(lambda: used_blocks(server, "long") == 0 and count_cancelled(server) == before + 1)
 
 
 def test_an_http_client_that_hangs_up(server: TritonServer) -> None:
     before = count_cancelled(server)
-    body = json.dumps({"text_input": PROMPTS[1], "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    body = json.dumps({"text_input": PROMPTS[1], "max_tokens": LONG, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v2/models/long/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.http_port)) as connection:
         connection.sendall(head + body)
         received = b""
         while received.count(b"data:") < 3:
             received += connection.recv(4096)
-    wait_until(lambda: used_blocks(server) == 0 and count_cancelled(server) == before + 1)
+    wait_until(lambda: used_blocks(server, "long") == 0 and count_cancelled(server) == before + 1)
 
 
 def test_stop_ends_the_stream_of_the_same_id(server: TritonServer) -> None:
-    with Stream(server, PROMPTS[0], request_id="42", max_tokens=400, ignore_eos=True, stream=True) as running:
+    with Stream(server, PROMPTS[0], model="long", request_id="42", max_tokens=LONG, ignore_eos=True, stream=True) as running:
         assert running.next() is not None
-        assert post(server, "llm/generate", {"id": "42", "text_input": "", "max_tokens": 1, "stop": True})[0] == 200
+        assert post(server, "long/generate", {"id": "42", "text_input": "", "max_tokens": 1, "stop": True})[0] == 200
         for _ in running:
             pass
         assert running.answer.finish_reason == "cancelled" and running.answer.is_final and not running.answer.error
 
 
 def test_a_timeout_ends_a_request(server: TritonServer) -> None:
-    status, body = post(server, "llm/generate", {"text_input": "a", "max_tokens": 500, "ignore_eos": True, "timeout": 50_000})
+    status, body = post(server, "long/generate", {"text_input": "a", "max_tokens": LONG, "ignore_eos": True, "timeout": 50_000})
     assert status != 200 and "timeout passed before it was complete" in body
 
 
