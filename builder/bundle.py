@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from builder.staging import LOCK_FILE, publish, staging_directory
+from builder.staging import LOCK_FILE, check_undisturbed, publish, staging_directory
 from runtime.contract import MANIFEST_FILE, PLAN_DIR, REPORT_JSON, TOKENIZER_DIR
 from runtime.errors import BuildError, OutOfDisk
 
@@ -36,7 +36,7 @@ def atomic_directory(output: Path, *, replace: bool = False, remedy: str = OTHER
     """
     output = Path(os.path.abspath(output))
     check = (lambda _: None) if replace else check_replaceable
-    check(output)
+    check_undisturbed(output, check)
     make_directory(output.parent, remedy)
     with contextlib.ExitStack() as stack:
         with disk_errors(output.parent, remedy):

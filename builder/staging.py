@@ -89,6 +89,12 @@ def publish(staging: Path, target: Path, check: Callable[[Path], None]) -> None:
         (target / LOCK_FILE).unlink(missing_ok=True)
 
 
+def check_undisturbed(target: Path, check: Callable[[Path], None]) -> None:
+    """`check(target)`, but not while another process is between the two renames that replace it."""
+    with _exclusive(target.parent) if target.parent.is_dir() else contextlib.nullcontext():
+        check(target)
+
+
 def _replace(staging: Path, target: Path) -> None:
     old, lock = _locked_directory(staging.parent, staging.name[1:].rpartition(".")[0])
     try:

@@ -106,3 +106,5 @@ def _start_quietly(server: TritonServer) -> None:
         server.start()
     except ServerError as error:
         server.error = error
+    except Exception as error:  # else the main thread would wait for a server that never came
+        server.error = ServerError(f"tritonserver could not be started ({type(error).__name__}: {error})")

@@ -196,6 +196,10 @@ class TritonServer:
                 reason = self._failed_again() or self._watch()
         except ServerError as error:
             self.error = error
+        except OSError as error:
+            self.error = ServerError(
+                f"tritonserver could not be started ({error}); check --log-file and the server's installation"
+            )
         finally:
             self._terminate()
             self._ended.set()
@@ -309,6 +313,8 @@ class TritonServer:
                 try:
                     probe.bind((self.host, port))
                     probe.listen()
+                except OverflowError as error:
+                    raise ServerError(f"{service} port {port} does not exist; ports are 0 (any free one) to 65535") from error
                 except OSError as error:
                     raise ServerError(
                         f"{service} port {port} on {self.host} cannot be used ({error.strerror}); "

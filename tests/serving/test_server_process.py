@@ -267,3 +267,19 @@ def test_a_server_on_the_path_is_used_as_it_is(tmp_path: Path, monkeypatch: pyte
 def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ServerError, match=r"install it with `pip install 'forgeline\[triton\]'`, or run inside the image"):
         find_with(monkeypatch, origin=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"http_port": 99999}, "http port 99999 does not exist; ports are 0 (any free one) to 65535"),
+        ({"log_file": Path("/proc/nope/x.log")}, "tritonserver could not be started"),
+    ],
+)
+def test_a_server_that_cannot_even_be_launched_is_an_error(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.pbtxt").write_text("")
+    server = TritonServer(tmp_path, installation=ServerInstallation(Path("/bin/true")), **options)
+    with pytest.raises(ServerError) as caught:
+        server.start()
+    assert message in str(caught.value)
