@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from runtime.batch import ScheduledBatch
 from runtime.block_pool import BlockPool
 from runtime.errors import InvalidRequest, PromptTooLong, QueueFull
+from runtime.prefix_reuse import PrefixReuse, waits_for_parent
 from runtime.request import FinishReason, Request
 
 
@@ -85,6 +86,7 @@ class Scheduler:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0 and policy in ("continuous", "static")
         assert 1 <= min_prefill_tokens <= max_num_batched_tokens
         self.pool = pool
+        self.reuse = PrefixReuse(pool, min_prefill_tokens)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -282,7 +284,7 @@ class Scheduler:
             if step.budget <= 0 and (self.enable_chunked_prefill or step.num_prefills):
                 break
             request = self.waiting[index]
-            if (self.policy == "static" and request not in self._cohort) or self._waits_for_fork(request):
+            if (self.policy == "static" and request not in self._cohort) or waits_for_parent(request):
                 index += 1
                 continue
             if not self._start(request, promised, step):
@@ -303,18 +305,10 @@ class Scheduler:
         """Blocks that the sequence as known, with one token more, needs beyond its table."""
         return max(0, -(-(request.num_tokens + 1) // self.pool.block_size) - len(request.block_table))
 
-    def _waits_for_fork(self, request: Request) -> bool:
-        parent = request.fork_of
-        return parent is not None and not (parent.is_finished or request.num_preemptions or self._is_forkable(parent))
-
-    @staticmethod
-    def _is_forkable(parent: Request) -> bool:
-        return bool(parent.block_table) and parent.num_computed_tokens >= parent.num_prompt_tokens
-
     def _start(self, request: Request, promised: int, step: _Step) -> bool:
         """Move a waiting request onto its reusable blocks and schedule it, if all of it has room beside `promised` blocks."""
         pool, size = self.pool, self.pool.block_size
-        shared, computed = self._reusable(request)
+        shared, computed = self.reuse.find(request)
         num_revived = sum(pool.num_references(block) == 0 for block in shared)
         num_copies = int(computed % size > 0)
         needed = -(-(request.num_tokens + 1) // size) - len(shared) + num_copies
@@ -337,25 +331,6 @@ class Scheduler:
                 self.stats.prefix_hits += computed
         return True
 
-    def _reusable(self, request: Request) -> tuple[list[int], int]:
-        """Blocks to start from and the number of tokens computed in them. At least min_prefill_tokens are left to compute.
-
-        Either a run of full blocks from the prefix cache, or the blocks of a computed parent up to its last prompt tokens,
-        since the fork needs the logits of the last one again. The block these are written to is shared too if it has earlier
-        tokens.
-        """
-        pool, size = self.pool, self.pool.block_size
-        blocks: list[int] = []
-        if pool.enable_prefix_caching:
-            num_full = max(0, request.num_tokens - self.min_prefill_tokens) // size
-            pool.extend_keys(request.block_keys, request.token_ids, num_full, request.cache_salt)
-            blocks = pool.lookup(request.block_keys, num_full)
-        parent = request.fork_of
-        num_forked = max(0, request.num_prompt_tokens - self.min_prefill_tokens)
-        if parent is not None and num_forked > len(blocks) * size and self._is_forkable(parent):
-            return parent.block_table[: -(-num_forked // size)], num_forked
-        return blocks, len(blocks) * size
-
     # ------------------------------------------------------------------------------------------------------ update
 
     def update(self, batch: ScheduledBatch, token_ids: Sequence[int]) -> list[Request]:
@@ -367,7 +342,8 @@ class Scheduler:
             token = next(tokens) if produces else None
             if request.finish_reason is not None:  # cancelled while the step ran
                 continue
-            self._advance(request, count)
+            request.num_computed_tokens += count
+            self.reuse.publish(request, request.num_computed_tokens - count)
             if token is None:
                 continue
             request.token_ids.append(token)
@@ -378,16 +354,6 @@ class Scheduler:
                 finished.append(request)
         assert next(tokens, None) is None, "more tokens than rows that produce one"
         return finished
-
-    def _advance(self, request: Request, count: int) -> None:
-        pool, size = self.pool, self.pool.block_size
-        begin = request.num_computed_tokens // size
-        request.num_computed_tokens += count
-        end = request.num_computed_tokens // size
-        if begin < end and pool.enable_prefix_caching:
-            pool.extend_keys(request.block_keys, request.token_ids, end, request.cache_salt)
-            for index in range(begin, end):
-                pool.publish(request.block_table[index], request.block_keys[index])
 
     def _end(self, request: Request, token: int) -> FinishReason | None:
         params, num_output = request.params, request.num_output_tokens

@@ -205,6 +205,17 @@ def run_step(scheduler: Scheduler, token: int = 7) -> list[Request]:
     return scheduler.update(batch, [token] * sum(map(batch.samples, range(len(batch.requests)))))
 
 
+def finish_all(scheduler: Scheduler, max_steps: int = 200) -> None:
+    """Run until every request has ended; no block stays used."""
+    for _ in range(max_steps):
+        if not scheduler.has_work:
+            break
+        run_step(scheduler)
+        scheduler.check()
+    assert not scheduler.has_work
+    assert scheduler.pool.num_used == 0
+
+
 class Recorder:
     """A sink that keeps tokens and ends, and asserts that each request ends once, and says nothing after that."""
 

@@ -52,9 +52,12 @@ def test_failure_keeps_the_engine_that_was_there(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_engine_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_bytes(b"")
-    with pytest.raises(BuildError, match="is not an engine, so it is not overwritten"), atomic_directory(tmp_path / "photos"):
-        pass
-    assert names(tmp_path / "photos") == ["cat.png"]
+    for manifest in (None, "5", '{"name": "an extension", "plan": {}}'):  # others have a manifest.json too
+        if manifest is not None:
+            (tmp_path / "photos" / "manifest.json").write_text(manifest)
+        with pytest.raises(BuildError, match="is not an engine, so it is not overwritten"), atomic_directory(tmp_path / "photos"):
+            pass
+    assert names(tmp_path / "photos") == ["cat.png", "manifest.json"]
 
 
 def test_disk_errors_translates_only_disk_errors(tmp_path: Path) -> None:

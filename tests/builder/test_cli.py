@@ -60,7 +60,8 @@ def test_no_such_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 
 def test_not_a_causal_lm(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     edit_json(model / "config.json", architectures=["BertForMaskedLM"], model_type="bert")
-    assert "bert" in refuse_build(capsys, tmp_path, model).lower()
+    text = refuse_build(capsys, tmp_path, model)
+    assert "BertForMaskedLM is not a causal language model; give a model with one of the architectures Cohere" in text
 
 
 def test_unsupported_architecture_lists_what_is_supported(

@@ -10,7 +10,7 @@ from runtime.executors.padding import MAX_PADDING, pad, padded_length
 
 
 def step(tokens: list[int], past: list[int]) -> StepInputs:
-    """Sequences with `tokens` new tokens after `past`, sequence n in block n of 64 tokens."""
+    """Sequences with `tokens` new tokens after `past`, sequence n in block n of 64 tokens; its table has block 20 + n too."""
     starts = np.cumsum([0, *tokens]).astype(np.int32)
     positions = np.concatenate([np.arange(p, p + t) for t, p in zip(tokens, past, strict=True)])
     rows = np.repeat(np.arange(len(tokens)), tokens)
@@ -18,7 +18,7 @@ def step(tokens: list[int], past: list[int]) -> StepInputs:
         input_ids=np.arange(100, 100 + starts[-1], dtype=np.int64),
         positions=positions,
         slot_mapping=(rows * 64 + positions).astype(np.int32),
-        block_table=np.arange(len(tokens), dtype=np.int32)[:, None],
+        block_table=np.array([[n, 20 + n] for n in range(len(tokens))], np.int32),
         query_start_loc=starts,
         seq_lens=np.array([p + t for t, p in zip(tokens, past, strict=True)], np.int32),
         logits_indices=(starts[1:] - 1).astype(np.int64),
@@ -50,7 +50,7 @@ def test_one_row_gets_a_neighbour_in_the_scratch_block() -> None:
     assert padded.input_ids.tolist() == [100, 0]
     assert padded.positions.tolist() == [5, 0]
     assert padded.slot_mapping.tolist() == [5, 7 * 64]
-    assert padded.block_table.tolist() == [[0], [7]]
+    assert padded.block_table.tolist() == [[0, 20], [7, 0]]
     assert padded.query_start_loc.tolist() == [0, 1, 2]
     assert padded.seq_lens.tolist() == [6, 1]
     assert padded.logits_indices.tolist() == [0]
@@ -59,9 +59,10 @@ def test_one_row_gets_a_neighbour_in_the_scratch_block() -> None:
 
 def test_a_long_step_gets_one_more_sequence() -> None:
     padded = pad(step([30, 5], [0, 2]), 9, 64)
-    assert len(padded.input_ids) == 40
+    assert padded.input_ids.tolist() == [*range(100, 135), *[0] * 5]
+    assert padded.positions.tolist() == [*range(30), *range(2, 7), *range(5)]
     assert padded.query_start_loc.tolist() == [0, 30, 35, 40]
     assert padded.seq_lens.tolist() == [30, 7, 5]
     assert padded.slot_mapping[35:].tolist() == [9 * 64 + n for n in range(5)]
-    assert padded.block_table.tolist() == [[0], [1], [9]]
+    assert padded.block_table.tolist() == [[0, 20], [1, 21], [9, 0]]
     assert padded.logits_indices.tolist() == [29, 34]
