@@ -270,10 +270,10 @@ class _Inputs:
             return None
         sample = self._stats[str(x.name)].sample
         fed = activations.rounded(sample, self.dtype, **self._how[x]) if x in self._how else sample
-        return LayerReport(layer.dtype, *_noise(sample, fed, matrix, dense))
+        return LayerReport(layer.dtype, *noise(sample, fed, matrix, dense))
 
 
-def _noise(sample: npt.NDArray, fed: npt.NDArray, matrix: npt.NDArray, dense: npt.NDArray) -> tuple[float, float, float]:
+def noise(sample: npt.NDArray, fed: npt.NDArray, matrix: npt.NDArray, dense: npt.NDArray) -> tuple[float, float, float]:
     """dB of the layer's output above its error: as quantized, from the weights alone, from the inputs alone."""
     exact = sample @ matrix.T
     power = float(np.square(exact).sum(dtype=np.float64))
