@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import numpy as np
-import tritonclient.grpc as grpcclient
 from common import engine_directory, finish, median, run_closed_loop
 
 from builder.data import heldout_text
 from builder.deploy import deploy
+from runtime.bench.arrivals import closed_loop
+from runtime.bench.driver import drive
+from runtime.bench.triton_grpc import TritonGrpcClient
+from runtime.bench.workload import Work
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.request import SamplingParams
@@ -30,43 +30,20 @@ from runtime.serving.server import TritonServer
 
 
 def client(port: int, texts: list[str], max_tokens: int) -> dict[str, float]:
-    """All prompts at once, one stream each. Returns seconds, tokens and responses."""
-
-    def tensor(name: str, value: object, dtype: str) -> grpcclient.InferInput:
-        array = np.array([[value]], dtype={"BYTES": np.object_, "INT32": np.int32, "BOOL": np.bool_}[dtype])
-        result = grpcclient.InferInput(name, [1, 1], dtype)
-        result.set_data_from_numpy(array)
-        return result
-
-    results: queue.SimpleQueue[tuple[int, object, object]] = queue.SimpleQueue()
-    clients = [grpcclient.InferenceServerClient(f"127.0.0.1:{port}") for _ in texts]
-    for index, each in enumerate(clients):
-        each.start_stream(callback=lambda result, error, index=index: results.put((index, result, error)))
-    begin = time.perf_counter()
-    for text, each in zip(texts, clients, strict=True):
-        inputs = [
-            tensor("text_input", text.encode(), "BYTES"),
-            tensor("max_tokens", max_tokens, "INT32"),
-            tensor("stream", True, "BOOL"),
-            tensor("exclude_input_in_output", True, "BOOL"),
-            tensor("return_num_output_tokens", True, "BOOL"),
-        ]
-        each.async_stream_infer("llm", inputs, enable_empty_final_response=True, parameters={"ignore_eos": True})
-    tokens, responses, open_streams = 0, 0, len(texts)
-    while open_streams:
-        _, result, error = results.get(timeout=300)
-        if error is not None:
-            raise RuntimeError(str(error))
-        count = result.as_numpy("num_output_tokens")  # type: ignore[attr-defined]
-        if count is not None:
-            tokens += int(count.reshape(-1)[0])
-            responses += 1
-        open_streams -= result.get_response().parameters["triton_final_response"].bool_param  # type: ignore[attr-defined]
-    seconds = time.perf_counter() - begin
-    for each in clients:
-        each.stop_stream()
-        each.close()
-    return {"seconds": seconds, "tokens": tokens, "responses": responses}
+    """All prompts at once, one stream each, as `runtime bench` sends them. Returns seconds, tokens and responses."""
+    streams = TritonGrpcClient(f"127.0.0.1:{port}", "llm", SamplingParams(ignore_eos=True))
+    at_once = closed_loop(len(texts))
+    drive(streams, [Work(text, 1) for text in texts], at_once)  # opens the connections
+    records = drive(streams, [Work(text, max_tokens) for text in texts], at_once)
+    streams.close()
+    errors = [record.error for record in records if record.error]
+    if errors:
+        raise RuntimeError(errors[0])
+    return {
+        "seconds": max(record.moments[-1] for record in records) - records[0].sent,
+        "tokens": sum(record.num_output_tokens for record in records),
+        "responses": sum(len(record.moments) for record in records),
+    }
 
 
 def main() -> None:
