@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_model import Make, start, stream, triton, wait_until
 from fake_triton import MetricFamily, TritonError, scalar, text_request
-from test_triton_model import Make, make_model, start, stream, triton, wait_until
 
 from runtime.errors import PromptTooLong
 from runtime.request import FinishReason
-
-__all__ = ["make_model"]  # a fixture
 
 
 @pytest.fixture

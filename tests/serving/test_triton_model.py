@@ -1,72 +1,19 @@
+"""Requests in, responses out: what the Triton model sends for an answer that comes to its end."""
+
 from __future__ import annotations
 
 import gc
-import importlib
-import json
-import threading
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import fake_triton
 import numpy as np
 import pytest
-from fake_triton import FakeEngine, MetricFamily, Request, TritonError, make_manifest, scalar, text_request
+from fake_model import Make, start, stream, texts, triton, wait_until
+from fake_triton import MetricFamily, Request, TritonError, scalar, text_request
 
 from runtime.errors import ManifestMismatch, QueueFull
 from runtime.request import FinishReason
-
-fake_triton.install()
-triton = importlib.import_module("runtime.serving.triton")
-
-Make = Callable[..., Any]
-
-
-@pytest.fixture
-def make_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    models = []
-    monkeypatch.setattr(triton.Engine, "load", lambda path, config: FakeEngine(make_manifest(), config))
-
-    def make(*, decoupled: bool = True, max_batch_size: int = 1, **parameters: str) -> Any:
-        MetricFamily.made = {}
-        engine = tmp_path / "engine"
-        engine.mkdir(exist_ok=True)
-        (engine / "manifest.json").write_text(make_manifest().to_json())
-        parameters = {"engine_dir": str(engine), "cancellation_check_period_ms": "5", "stats_check_period_ms": "5", **parameters}
-        config = {
-            "max_batch_size": max_batch_size,
-            "model_transaction_policy": {"decoupled": decoupled},
-            "parameters": {name: {"string_value": value} for name, value in parameters.items()},
-        }
-        model = triton.TritonPythonModel()
-        model.initialize(
-            {"model_config": json.dumps(config), "model_repository": str(tmp_path), "model_version": "1", "model_name": "llm"}
-        )
-        models.append(model)
-        return model
-
-    yield make
-    for model in models:
-        model.finalize()
-        assert model.engine.closed and not model.live
-        assert not any(thread.is_alive() for thread in model.threads)
-
-
-def start(model: Any, inputs: dict[str, Any] | None = None, **keywords: Any) -> tuple[Any, Any]:
-    """Send one request → its sender and what reached the engine."""
-    request = Request(inputs or text_request(), **keywords)
-    before = len(model.engine.submitted)
-    assert model.execute([request]) is None
-    submitted = model.engine.submitted[before:]
-    return request.sender, submitted[0] if len(submitted) == 1 else submitted
-
-
-def texts(sender: Any) -> list[list[bytes]]:
-    return [response.tensors["text_output"].tolist() for response in sender.responses]
-
-
-def stream(**inputs: Any) -> dict[str, Any]:
-    return text_request(stream=scalar(True, bool), return_num_output_tokens=scalar(True, bool), **inputs)
 
 
 def test_a_stream_sends_deltas_and_counts_that_add_up(make_model: Make) -> None:
@@ -198,89 +145,6 @@ def test_one_bad_request_leaves_its_neighbours_alone(make_model: Make) -> None:
     assert texts(good.sender) == [[b"hiok"]]
 
 
-def test_an_engine_error_ends_the_request_and_cancels_its_other_sequences(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, text_request(num_return_sequences=scalar(2, np.int32)))
-    running.emit("", index=0, tokens=0, finish=FinishReason.ERROR, error="the logits are not finite")
-    assert (sender.only_error().message, sender.only_error().code) == ("the logits are not finite", TritonError.INTERNAL)
-    assert model.engine.cancelled == [running.id]
-    running.emit("late", index=1, finish=FinishReason.CANCELLED)
-    assert len(sender.sent) == 1
-
-
-def test_a_client_that_leaves_is_noticed_and_its_request_cancelled(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, stream())
-    stays, _ = start(model, stream())
-    running.emit("a")
-    sender.cancelled = True
-    wait_until(lambda: running.id in model.engine.cancelled)
-    assert model.engine.cancelled == [running.id]
-    running.emit("", tokens=0, finish=FinishReason.CANCELLED)
-    assert sender.finals == [False, True]
-    assert sender.responses[1].error is not None and sender.responses[1].error.code == TritonError.CANCELLED
-    assert list(model.live) != [] and stays.sent == []
-
-
-def test_draining_lets_finish_what_runs_and_refuses_the_rest(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, stream())
-    assert model.drain(60) == 1 and not model.is_drained()
-    late, submitted = start(model)
-    assert submitted == [] and model.engine.cancelled == []
-    assert late.only_error().message == "the server is shutting down; send the request to another server"
-    assert late.only_error().code == TritonError.UNAVAILABLE
-    running.emit("done", finish=FinishReason.LENGTH)
-    assert texts(sender) == [[b"done"]] and sender.finals == [True]
-    assert model.is_drained()
-
-
-def test_what_has_not_finished_when_the_drain_time_is_over_is_cancelled(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, stream())
-    assert model.drain(0) == 1
-    wait_until(lambda: not model.is_drained() and model.engine.cancelled == [running.id])
-    model.is_drained()
-    assert model.engine.cancelled == [running.id]  # once
-    running.emit("", tokens=0, finish=FinishReason.CANCELLED)
-    assert sender.only_error().message == "the server is shutting down; send the request to another server"
-    assert sender.only_error().code == TritonError.UNAVAILABLE and model.is_drained()
-
-
-def test_closing_the_model_ends_what_runs(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, stream())
-    running.emit("a")
-    model.finalize()
-    assert sender.finals == [False, True]
-    error = sender.responses[1].error
-    assert error is not None and error.message == "the server is shutting down; send the request to another server"
-
-
-def test_triton_is_never_asked_about_a_client_that_has_its_final_response(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, stream())
-    sender.slowness = 0.05
-    sender.asked.clear()
-    assert sender.asked.wait(5)
-    running.emit("a", finish=FinishReason.STOP)  # while the question is on its way
-    sender.asked.clear()
-    assert not sender.asked.wait(0.1) and not sender.crashed and sender.finals == [True]
-
-
-def test_nor_when_it_ended_while_others_were_asked_about(make_model: Make) -> None:
-    model = make_model()
-    slow, _ = start(model, stream())
-    slow.slowness = 0.05
-    sender, running = start(model, stream())
-    for _ in range(3):
-        slow.asked.clear()
-        assert slow.asked.wait(5)
-    running.emit("a", finish=FinishReason.STOP)
-    slow.asked.clear()
-    assert slow.asked.wait(5) and not sender.crashed
-
-
 def test_no_instrument_outlives_the_model(make_model: Make) -> None:
     model = make_model()
     families = [weakref.ref(family) for family in MetricFamily.made.values()]
@@ -288,92 +152,6 @@ def test_no_instrument_outlives_the_model(make_model: Make) -> None:
     model.finalize()
     gc.collect()
     assert len(families) > 10 and not any(family() for family in families)
-
-
-def test_a_client_that_leaves_while_its_request_is_submitted(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    request = Request(stream())
-    submit = model.engine.submit
-
-    def slow_submit(*arguments: Any, **keywords: Any) -> Any:
-        request.sender.cancelled = True
-        wait_until(lambda: keywords["request_id"] in model.engine.cancelled)  # before the engine knows it: without effect
-        model.engine.cancelled.clear()
-        return submit(*arguments, **keywords)
-
-    monkeypatch.setattr(model.engine, "submit", slow_submit)
-    model.execute([request])
-    assert model.engine.cancelled == [model.engine.submitted[0].id]
-
-
-def test_a_connection_that_breaks_on_send_cancels_the_request(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, stream())
-    sender.broken = True
-    with pytest.raises(RuntimeError, match="connection is gone"):
-        running.emit("a")
-    assert not model.live and model.engine.cancelled == [running.id]
-    running.emit("b", finish=FinishReason.CANCELLED)  # nothing is sent any more
-
-
-def test_stop_cancels_the_request_of_the_same_id(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, stream(), id="42")
-    start(model, stream(), id="43")
-    running.emit("a")
-    stopper, _ = start(model, text_request(stop=scalar(True, bool)), id="42")
-    assert stopper.finals == [True] and stopper.responses[0].tensors == {} and stopper.responses[0].error is None
-    assert model.engine.cancelled == [running.id]
-    running.emit("", tokens=0, finish=FinishReason.CANCELLED)
-    assert sender.finals == [False, True] and sender.responses[1].error is None
-    assert sender.responses[1].tensors["finish_reason"].tolist() == [b"cancelled"]
-    unnamed, _ = start(model, text_request(stop=scalar(True, bool)))
-    assert unnamed.only_error().message == "stop is true but the request has no id; send the id of the request to cancel"
-    unknown, _ = start(model, text_request(stop=scalar(True, bool)), id="nobody")
-    assert unknown.finals == [True] and unknown.responses[0].error is None
-
-
-def test_a_request_past_its_timeout_ends_with_an_error(make_model: Make) -> None:
-    model = make_model()
-    sender, running = start(model, parameters={"timeout": 1000})
-    wait_until(lambda: model.engine.cancelled == [running.id])
-    running.emit("", tokens=0, finish=FinishReason.CANCELLED)
-    assert "timeout passed" in sender.only_error().message and sender.only_error().code == TritonError.UNAVAILABLE
-
-
-def test_a_dead_engine_ends_the_requests_and_the_process(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    sender, _ = start(model, stream())
-    exited = threading.Event()
-
-    def exit_(status: int) -> None:
-        assert status == 1
-        exited.set()
-        model.closing.set()
-
-    monkeypatch.setattr(triton.os, "_exit", exit_)
-    model.engine.healthy = False
-    assert exited.wait(5)
-    assert sender.only_error().message == "the engine failed while the request ran; send it again"
-
-
-def test_a_backend_whose_server_is_gone_ends_before_it_sends_metrics(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    ended = threading.Event()
-    updates: list[bool] = []
-
-    def end() -> None:
-        ended.set()
-        model.closing.wait(0.05)  # in place of the end
-
-    monkeypatch.setattr(triton, "end_orphan", end)
-    assert not ended.wait(0.05)
-    monkeypatch.setattr(model.metrics, "update", lambda *_: updates.append(ended.is_set()))
-    monkeypatch.setattr(triton.os, "getppid", lambda: 1)
-    before = len(updates)
-    assert ended.wait(5)
-    wait_until(lambda: True in updates)
-    assert updates[before:].count(False) <= 1  # one may have been under way
 
 
 def test_the_metrics_follow_the_engine(make_model: Make) -> None:
@@ -408,12 +186,3 @@ def test_an_engine_that_does_not_load_is_one_sentence(make_model: Make, monkeypa
         make_model()
     with pytest.raises(fake_triton.TritonModelException, match="has no parameter engine_dir"):
         make_model(engine_dir="")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    event = threading.Event()
-    for _ in range(2500):
-        if condition():
-            return
-        event.wait(0.002)
-    raise AssertionError("did not happen within 5 s")
