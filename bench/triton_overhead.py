@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens in a response")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)  # port: be the client, read the work from standard input
     options = parser.parse_args()
@@ -71,7 +72,12 @@ def main() -> None:
         texts = [engine.tokenizer.decode(ids[i * step : i * step + options.prompt_tokens]) for i in range(options.streams)]
         prompts = [engine.tokenizer.encode(text) for text in texts]
         params = SamplingParams(max_tokens=options.output_tokens, ignore_eos=True)
-        deploy(directory, Path(work) / "repository", "llm", options={"enable_kv_cache_reuse": "false"})
+        deploy(
+            directory,
+            Path(work) / "repository",
+            "llm",
+            options={"enable_kv_cache_reuse": "false", "stream_interval": str(options.stream_interval)},
+        )
         with TritonServer(Path(work) / "repository", log_file=Path(work) / "log") as server:
             for repetition in range(options.repetitions + 1):
                 _, seconds = run_closed_loop(engine, prompts, params)
@@ -100,6 +106,7 @@ def main() -> None:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         eos_ignored=True,
+        stream_interval=options.stream_interval,
         tokens_per_second={name: [round(rate, 1) for rate in values] for name, values in rates.items()},
         ratio={"median": round(median(ratios), 3), "all": [round(ratio, 3) for ratio in ratios]},
         tokens_per_response=round(median(together), 2),

@@ -29,6 +29,7 @@ class ServingOptions:
     skip_special_tokens: bool = True
     cancellation_check_period_ms: int = 50
     stats_check_period_ms: int = 100
+    stream_interval: int = 1  # tokens in a response of a stream; more of them cost server and client less
     guaranteed_no_evict: bool = False
 
 
@@ -112,7 +113,7 @@ def parse_options(options: Mapping[str, str], manifest: Manifest) -> ServingOpti
             runtime["num_blocks"] = str(-(-_whole(name, value, 1) // manifest.kv_cache.block_size))
         elif name in ("exclude_input_in_output", "add_special_tokens", "skip_special_tokens"):
             serving[name] = _flag(name, value)
-        elif name in ("cancellation_check_period_ms", "stats_check_period_ms"):
+        elif name in ("cancellation_check_period_ms", "stats_check_period_ms", "stream_interval"):
             serving[name] = _whole(name, value, 1)
         elif name in _RUNTIME:
             runtime[name] = value

@@ -1,6 +1,7 @@
 """From engine outputs to Triton responses: one Reply per Triton request.
 
-Streaming      one response per Output, text as a delta; the last carries Triton's final flag
+Streaming      one response per `stream_interval` tokens (the first token at once, the rest with the end), text as a delta; the
+               last carries Triton's final flag
 Not streaming  one response per sequence, each complete. A model that is not decoupled may answer only once, so there all
                sequences come in one response: text_output [n]
 Tensors        only those the client requested and that carry something; a batch dimension where the classic backend has one
@@ -86,6 +87,7 @@ class Reply:
         generations: Sequence[Generation],
         wanted: frozenset[str],
         decoupled: bool,
+        stream_interval: int,
         metrics: EngineMetrics,
         on_end: Callable[[Reply], None],
     ) -> None:
@@ -100,6 +102,7 @@ class Reply:
         self._generations = generations
         self._wanted = wanted
         self._one_response = not decoupled
+        self._stream_interval = stream_interval
         self._metrics = metrics
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -128,6 +131,8 @@ class Reply:
                     return self._error(*self._why_cancelled())
                 del self._open[key]
             if self._generations[row].stream:
+                if finish is None and key in self._last_chunk and sequence.num_tokens < self._stream_interval:
+                    return
                 self._note_gap(key)
                 self._send([sequence])
                 if finish is None:

@@ -147,6 +147,7 @@ class TritonPythonModel:
             generations=generations,
             wanted=frozenset(request.requested_output_names()),
             decoupled=self.decoupled,
+            stream_interval=self.options.stream_interval,
             metrics=self.metrics,
             on_end=self._ended,
         )

@@ -39,7 +39,7 @@ def test_classic_parameters_are_honoured_or_mapped() -> None:
             "enable_kv_cache_reuse": "false", "enable_chunked_context": "FALSE", "max_tokens_in_paged_kv_cache": "100",
             "batching_strategy": "V1", "batch_scheduler_policy": "guaranteed_no_evict", "exclude_input_in_output": "true",
             "skip_special_tokens": "false", "add_special_tokens": "false", "cancellation_check_period_ms": "20",
-            "stats_check_period_ms": "200", "max_num_seqs": "3",
+            "stats_check_period_ms": "200", "max_num_seqs": "3", "stream_interval": "2",
         },
         MANIFEST,
     )  # fmt: skip
@@ -50,7 +50,7 @@ def test_classic_parameters_are_honoured_or_mapped() -> None:
             scheduling_policy="static", max_num_seqs=3,
         ),
         decoupled=False, max_batch_size=4, exclude_input_in_output=True, skip_special_tokens=False, add_special_tokens=False,
-        cancellation_check_period_ms=20, stats_check_period_ms=200, guaranteed_no_evict=True,
+        cancellation_check_period_ms=20, stats_check_period_ms=200, stream_interval=2, guaranteed_no_evict=True,
     )  # fmt: skip
 
 
