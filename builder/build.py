@@ -25,7 +25,7 @@ from builder.bundle import atomic_directory, check_apart, check_replaceable, dis
 from builder.cache import REMEDY as CACHE_REMEDY
 from builder.cache import canonical_entry, prune, touch
 from builder.checkpoint import load_checkpoint, max_positions, num_weights, source_sha256
-from builder.config import BYTES_PER_WEIGHT, BuildConfig, canonical_key
+from builder.config import BYTES_PER_WEIGHT, PRECISIONS, BuildConfig, canonical_key
 from builder.report import write_report
 from builder.source import resolve
 from builder.stages import Stages, peak_rss_bytes
@@ -238,16 +238,13 @@ def _accepted(
         layers = attempt.plan.quantization.layers
         attempt.accuracy["gate"] = {**dataclasses.asdict(limits), "passed": verdict.passed}
         wider = overrides
-        if not verdict.passed and config.fallback and config.target == "cpu":
-            wider = gate.raised(config.precision, layers, overrides, count)
+        if not verdict.passed and config.fallback:
+            wider = gate.raised(config.precision, layers, overrides, count, attempt.plan.wider)
         if verdict.passed or wider == overrides:
             attempt.accuracy["parts"] = _parts(config, canonical, staging, attempt)
         if verdict.passed:
             attempt.accuracy["fallback"] = {"steps": steps, "raised": overrides} if steps else {}
             return attempt
-        wider = (
-            gate.raised(config.precision, layers, overrides, count) if config.fallback and config.target == "cpu" else overrides
-        )
         if wider == overrides:
             kv = attempt.plan.kv_cache
             raise gate.refusal(
@@ -259,6 +256,7 @@ def _accepted(
                 attempt.accuracy.get("parts", {}),
                 static=attempt.manifest.precision.details.get("activation_scales") == "static",
                 fallback=config.fallback,
+                available=PRECISIONS[config.target],
             )
         steps.append({"ppl_increase": verdict.ppl_increase, "mean_kl": verdict.mean_kl, "raised": len(overrides)})
         stages.note(f"{'; '.join(verdict.failures)}: raising {len(wider)} of {len(layers)} layers")
@@ -281,7 +279,7 @@ def _attempt(
     else:
         from builder.targets.tensorrt_engine import compile_engine
 
-        plan = compile_engine(config, stages, canonical, spec, staging, staging / LOWERED_DIR, max_model_len)
+        plan = compile_engine(config, stages, canonical, spec, staging, staging / LOWERED_DIR, max_model_len, overrides)
     gc.collect()
     quantization = plan.quantization
     manifest = Manifest(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runtime.errors import BuildError
 
-_GPU_PRECISIONS = ("fp16", "bf16", "fp8", "int8", "int4")
+_GPU_PRECISIONS = ("fp16", "bf16", "fp8", "int8", "int8-sq", "int4")
 PRECISIONS = {
     "cpu": ("fp32", "bf16", "int8", "int8-wo", "int8-sq", "int4", "fp8"),
     "tensorrt": _GPU_PRECISIONS,

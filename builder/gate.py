@@ -52,9 +52,18 @@ def worst(layers: Mapping[str, LayerReport], count: int = _SHOWN) -> list[tuple[
     return sorted(layers.items(), key=lambda item: (item[1].sqnr_db, item[0]))[:count]
 
 
-def raised(precision: str, layers: Mapping[str, LayerReport], overrides: Mapping[str, str], count: int) -> dict[str, str]:
-    """`overrides` and `count` more layers one step wider; equal to `overrides` when nothing is left to raise."""
-    steps = scheme_of(precision).wider
+def raised(
+    precision: str,
+    layers: Mapping[str, LayerReport],
+    overrides: Mapping[str, str],
+    count: int,
+    wider: tuple[str, ...] | None = None,
+) -> dict[str, str]:
+    """`overrides` and `count` more layers one step wider; equal to `overrides` when nothing is left to raise.
+
+    `wider`   what a layer is raised to, in turn; None: as the scheme has it
+    """
+    steps = scheme_of(precision).wider if wider is None else wider
     result = dict(overrides)
     for name, layer in worst(layers, len(layers)):
         if count == 0:
@@ -80,6 +89,7 @@ def refusal(
     *,
     static: bool,
     fallback: bool,
+    available: Sequence[str] | None = None,
 ) -> AccuracyGate:
     named = ", ".join(f"{name} ({layer.sqnr_db:.1f} dB)" for name, layer in worst(layers))
     shares = ", ".join(f"{name.replace('_', ' ')} {part['mean_kl']:.4f}" for name, part in parts.items())
@@ -88,7 +98,7 @@ def refusal(
         text += f"; mean KL with, in turn, {shares}"
     if named:
         text += f"; noisiest layers: {named}"
-    chosen = remedies(precision, key_dtype, value_dtype, parts, static=static, fallback=fallback)
+    chosen = remedies(precision, key_dtype, value_dtype, parts, static=static, fallback=fallback, available=available)
     return AccuracyGate(f"{text}; try {chosen[0]}, {chosen[1]}, or {chosen[2]}")
 
 
@@ -100,8 +110,9 @@ def remedies(
     *,
     static: bool,
     fallback: bool,
+    available: Sequence[str] | None = None,
 ) -> list[str]:
-    """Three, the likeliest first: what the largest share of the loss points at."""
+    """Three, the likeliest first: what the largest share of the loss points at. `available`: the target's precisions, None = all."""
     found: list[str] = []
     before, shares = 0.0, {}
     for name, part in parts.items():  # each is measured with those before it
@@ -118,11 +129,19 @@ def remedies(
         found.append("--precision int8-sq, which moves outliers of activations into the weights")
     if not fallback:
         found.append("--fallback, which raises the precision of the noisiest layers")
-    wider_precision = {"int4": "int8", "int8": "int8-wo", "int8-sq": "int8-wo", "fp8": "bf16", "int8-wo": "bf16", "bf16": "fp32"}
+    wider_precision = {
+        "int4": ("int8",),
+        "int8": ("int8-wo", "bf16"),
+        "int8-sq": ("int8-wo", "int8"),
+        "fp8": ("bf16",),
+        "int8-wo": ("bf16",),
+        "bf16": ("fp32",),
+    }
+    wider = next((each for each in wider_precision.get(precision, ()) if available is None or each in available), "")
     if precision == "int4":
         found.append("--group-size 32")
-    if precision in wider_precision:
-        found.append(f"--precision {wider_precision[precision]}")
+    if wider:
+        found.append(f"--precision {wider}")
     found.append("a higher --max-ppl-increase, if the loss is acceptable")
     found.append("--calibration-data with text like the model's use")
     return found[:3]

@@ -23,6 +23,7 @@ class Compiled:
     runtime_types: dict[str, int]
     compile_ms: float
     executor: Callable[[Manifest, int], Executor]  # (manifest, context tokens) → what accuracy is measured on
+    wider: tuple[str, ...] | None = None  # what --fallback raises a layer to, in turn; None: as the scheme has it
     emulated: bool = False  # arithmetic stands in for hardware this target lacks
     manifest: dict[str, Any] = field(default_factory=dict)  # fields of Manifest that only this target fills
     report: dict[str, Any] = field(default_factory=dict)  # sections of report.json beside "compiled"

@@ -12,17 +12,13 @@ Raises   UnsupportedModel, BuildError for options and TensorRT's refusals; Preci
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from builder.calibrate import calibrate
-from builder.fuse.graph import is_op
 from builder.targets import tensorrt_kernels, tensorrt_quantize
 from builder.targets.buckets import Profile, decode_buckets, profiles
 from builder.targets.tensorrt_adapter import MODULES, RTX_ARCHITECTURES, TENSORRT_RTX, Adapter, BuildOptions, BuiltPlan
@@ -31,19 +27,16 @@ from builder.targets.tensorrt_lower import KVScales, Lowered, lower
 from builder.targets.tensorrt_types import narrow
 from plugins.paged_attention import tensorrt as plugin
 from plugins.paged_attention import tensorrt_op
-from plugins.paged_attention.op import DOMAIN, PAGED_ATTENTION
 from plugins.paged_attention.tensorrt_step import StepShape, step_launches
 from plugins.paged_attention.tuning import ARCHITECTURES, KV_BYTES
 from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
 from runtime.errors import BuildError, FusionMismatch
 
-PRECISIONS = tensorrt_quantize.PRECISIONS
 KV_DTYPES = ("auto", "f16", "bf16", "f8", "i8")
 KINDS = {"f16": "fp16", "bf16": "bf16", "f8": "fp8", "i8": "int8"}  # manifest's names → the kernels'
 BLOCK_SIZE = 64
 LAYOUT = "paged-heads-first"  # [num_blocks, Hkv, block_size, D], keys and values apart
 KERNELS_DIR = "kernels"
-_LARGEST = {"fp8": 448.0, "int8": 127.0}
 _DTYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
@@ -82,48 +75,6 @@ def resolve_architectures(target: str, requested: Sequence[str]) -> tuple[str, .
             f"--target {target} builds for the GPU of this machine, so --target-arch must name its architecture alone, as in sm90"
         )
     return chosen
-
-
-# ------------------------------------------------------------------------------------------------------------ calibration
-
-
-@dataclass(frozen=True)
-class Calibration:
-    amax: dict[str, Any] = field(default_factory=dict)  # activation → its largest magnitude
-    kv_scales: KVScales = field(default_factory=dict)
-    sha256: str = ""  # of the tokens; empty when nothing was calibrated
-
-
-def calibrate_for(
-    canonical: Path,
-    model: ir.Model,
-    precision: str,
-    kv: tuple[str, str],
-    token_ids: Callable[[], Sequence[int]],
-    num_threads: int,
-) -> Calibration:
-    """What the precision needs of ranges; runs nothing when that is none. `model` is the graph in `canonical`, unquantized."""
-    tensors: dict[str, int | None] = {}
-    if precision == "fp8":
-        tensors.update(dict.fromkeys(tensorrt_quantize.activation_names(model)))
-    kinds = [KINDS[each] for each in kv]
-    nodes = [node for node in model.graph if is_op(node, PAGED_ATTENTION, DOMAIN)]
-    eight_bit = any(kind in _LARGEST for kind in kinds)
-    if eight_bit:
-        tensors.update({str(value.name): 1 for node in nodes for value in node.inputs[1:3] if value is not None})
-    if not tensors:
-        return Calibration()
-    tokens = list(token_ids())
-    amax = calibrate(canonical, tokens, tensors, num_threads=num_threads)
-    scales = {}
-    for node in nodes if eight_bit else ():
-        pair = []
-        for value, kind in zip(node.inputs[1:3], kinds, strict=True):
-            assert value is not None
-            largest = amax.pop(str(value.name))
-            pair.append(np.where(largest > 0, largest / _LARGEST.get(kind, 1.0), 1.0).astype(np.float32))
-        scales[node.attributes.get_int("layer", 0)] = (pair[0], pair[1])
-    return Calibration(amax, scales, hashlib.sha256(np.array(tokens, np.int64).tobytes()).hexdigest())
 
 
 # ----------------------------------------------------------------------------------------------------------------- plans
@@ -176,7 +127,7 @@ def build_plan(
     `with_kernels`   False leaves the kernels out, for tests: such an engine cannot run
     """
     adapter = Adapter(target)
-    narrow_dtype = activations(precision)
+    narrow_dtype, rounds = activations(precision), tensorrt_quantize.SCHEMES[precision].activations
     kinds = (KINDS[kv[0]], KINDS[kv[1]])
     lowered = lower(quantized, key_kind=kinds[0], value_kind=kinds[1], block_size=block_size, kv_scales=kv_scales)
     narrow(quantized, _DTYPES[narrow_dtype])
@@ -215,9 +166,10 @@ def build_plan(
         kv_cache=KVSpec(*kv, block_size, LAYOUT, kv_bytes_per_token(spec, kinds)),
         libraries={MODULES[target]: adapter.version},
         weight_bytes=max(plan.num_bytes for plan in plans.values()),
-        activations="fp8" if precision == "fp8" else narrow_dtype,
+        activations=rounds or narrow_dtype,
         details={
             "arithmetic": narrow_dtype,
+            **({"activation_scales": "static"} if rounds else {}),
             "calibrated_kv_scales": bool(kv_scales),
             "accuracy": "lowered graph on ONNX Runtime",
         },

@@ -120,6 +120,8 @@ class Adapter:
         if self.target != TENSORRT_RTX:
             return
         capability = getattr(self.trt.ComputeCapability, arch.upper(), None)
+        # Fails here, not at capture, when a layer would have to allocate while it runs.
+        config.set_flag(self.trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         config.num_compute_capabilities = 1
         if capability is None or not config.set_compute_capability(capability, 0):
             raise BuildError(

@@ -7,7 +7,8 @@ and 16-bit roundings, by other kernels. `details` in the manifest says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,36 +18,60 @@ from builder.stages import Stages
 from builder.targets import tensorrt, tensorrt_quantize
 from builder.targets.compiled import Compiled
 from builder.targets.tensorrt_adapter import BuildOptions
+from builder.targets.tensorrt_calibrate import calibrate
 from builder.targets.tensorrt_reference import to_reference
-from runtime.contract import PLAN_DIR, TOKENIZER_DIR, Manifest, ModelSpec
+from runtime.contract import PLAN_DIR, Manifest, ModelSpec
+from runtime.errors import BuildError
 from runtime.executors.base import Executor
 from runtime.executors.reference import ReferenceExecutor
 
-CALIBRATION_TOKENS = 4096
 _BLOCK_SIZE = 32  # of the reference executor
 
 
 def compile_engine(
-    config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpec, staging: Path, work_dir: Path, max_model_len: int
+    config: BuildConfig,
+    stages: Stages,
+    canonical: Path,
+    spec: ModelSpec,
+    staging: Path,
+    work_dir: Path,
+    max_model_len: int,
+    overrides: Mapping[str, str] | None = None,
 ) -> Compiled:
-    """Plans in `staging`; the lowered graph in `work_dir`, which may go when accuracy has been measured."""
+    """Plans in `staging`; the lowered graph in `work_dir`, which may go when accuracy has been measured.
+
+    `overrides`   weight → a wider type than the precision's, of a fallback
+    """
+    scheme = tensorrt_quantize.SCHEMES[config.precision]
+    _check_activation_scales(config, scheme.activations)
     kv = tensorrt.resolve_kv_dtype(config.kv_cache_dtype, config.precision)
     architectures = tensorrt.resolve_architectures(config.target, config.target_arch)
     model = ir.load(canonical / "model.onnx")
     with stages("quantize"):
-        threads = len(os.sched_getaffinity(0))
-        calibration = tensorrt.calibrate_for(
-            canonical / "model.onnx", model, config.precision, kv, lambda: _calibration_tokens(canonical), threads
+        calibration = calibrate(
+            config,
+            canonical,
+            model,
+            [tensorrt.KINDS[each] for each in kv],
+            num_threads=len(os.sched_getaffinity(0)),
+            progress=stages.progress,
         )
         roles = tensorrt_quantize.roles(model)
         quantization = tensorrt_quantize.quantize(
             model,
             config.precision,
             group_size=config.group_size,
-            activations=tensorrt.activations(config.precision),
-            amax=calibration.amax,
+            narrow=tensorrt.activations(config.precision),
+            head=config.quantize_lm_head,
+            calibration_method=config.calibration_method,
+            stats=calibration.stats,
+            overrides=overrides,
+            keep_values=bool(calibration.kv_scales),
+            progress=stages.progress,
         )
     with stages("compile"):
+        for place in (staging / PLAN_DIR, work_dir):
+            shutil.rmtree(place, ignore_errors=True)  # of an attempt before
         plan = tensorrt.build_plan(
             model,
             staging / PLAN_DIR,
@@ -94,12 +119,15 @@ def compile_engine(
             "calibration_sha256": calibration.sha256,
         },
         report={"plans": tensorrt.report(plan)},
+        wider=scheme.wider,
     )
 
 
-def _calibration_tokens(canonical: Path) -> Sequence[int]:
-    from builder.data import calibration_text
-    from runtime.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(canonical / TOKENIZER_DIR)
-    return tokenizer.encode(calibration_text(), add_special_tokens=False)[:CALIBRATION_TOKENS]
+def _check_activation_scales(config: BuildConfig, rounds: str) -> None:
+    wanted = config.activation_scales
+    if wanted != "auto" and (wanted, bool(rounds)) != ("static", True):
+        only = "they are static" if rounds else "its inputs stay 16 bit; fp8 and int8-sq round theirs, by static scales"
+        raise BuildError(
+            f"--activation-scales {wanted} is not available for --target {config.target} --precision {config.precision}: {only}; "
+            "leave the option out"
+        )

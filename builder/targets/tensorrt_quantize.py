@@ -1,45 +1,67 @@
 """Weights and activations in the forms that TensorRT keeps in few bits, as standard ONNX on the fp32 canonical graph.
 
-    precision    attention, mlp                          lm_head               embedding
-    fp16, bf16   16 bit                                  16 bit                16 bit
-    int8         int8, one scale per output              int8 per output       16 bit
-    int4         int4, one scale per group               int8 per output       16 bit
-    fp8          E4M3 per output, inputs E4M3 per tensor int8 per output       16 bit
+    precision    attention, mlp                                      lm_head               embedding
+    fp16, bf16   16 bit                                              16 bit                16 bit
+    int8         int8, one scale per output                          int8 per output       16 bit
+    int8-sq      the same after SmoothQuant, inputs int8 per tensor  int8 per output       16 bit
+    int4         int4, one scale per group                           int8 per output       16 bit
+    fp8          E4M3 per output, inputs E4M3 per tensor             int8 per output       16 bit
 
 An integer table cannot be looked up: TensorRT takes a quantized constant only where it is dequantized whole. A lookup reads a few
 rows, so 16 bits cost no bandwidth there. A head tied to the embedding is stored a second time, in 8 bits: it is read every step.
 
-fp8     QuantizeLinear → DequantizeLinear on a layer's input, once for all layers that read it (q, k and v; gate and up)
+inputs   QuantizeLinear → DequantizeLinear with one calibrated scale, once for all layers that read a tensor (q, k and v; gate
+         and up)
+int4     by GPTQ with second moments, on symmetric groups: TensorRT knows no zero points. fp8 by GPTQ too
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from builder.quantize import ClassReport, QuantizationReport, weight_only
+from builder.observe import TensorStats
+from builder.quantize import (
+    ClassReport,
+    LayerReport,
+    QuantizationReport,
+    activations,
+    fp8,
+    gptq,
+    noise,
+    ranges,
+    smoothquant,
+    weight_only,
+)
+from builder.quantize.scheme import Scheme
 from builder.quantize.weight_only import Quantized
 from builder.quantize.weights import CLASSES, Weight, add_initializer, feeds_experts, find_weights, float_initializers, tie
+from plugins.paged_attention.op import PAGED_ATTENTION
 from runtime.errors import BuildError
 
-PRECISIONS = ("fp16", "bf16", "fp8", "int8", "int4")
-E4M3_MAX = 448.0
+SCHEMES = {
+    "fp16": Scheme("fp16"),
+    "bf16": Scheme("bf16"),
+    "fp8": Scheme("fp8", "fp8", tables=True, static=True, hessians=True, wider=("fp16",)),
+    "int8": Scheme("int8", tables=True, wider=("fp16",)),
+    "int8-sq": Scheme("int8", "int8", tables=True, static=True, smooth=True, wider=("fp16",)),
+    "int4": Scheme("int4", tables=True, hessians=True, wider=("int8", "fp16")),
+}
+_NARROW = ("fp16", "bf16")
 _NARROW_BYTES = 2
+HEAD_SUFFIX = ".head"  # of the second copy of a table that is both looked up and multiplied
 
 
 def activation_names(model: ir.Model) -> list[str]:
-    """Inputs of the layers that `quantize(…, "fp8")` quantizes, in graph order, each once."""
+    """Inputs of the layers that `quantize` gives fewer than 16 bits, in graph order, each once."""
     weights = [w for w in find_weights(model.graph) if w.role in ("attention", "mlp") and not _keep_reason(w)]
     layers = {use.node for weight in weights for use in weight.uses}
     return list(dict.fromkeys(str(_layer_input(node).name) for node in model.graph if node in layers))
-
-
-HEAD_SUFFIX = ".head"  # of the second copy of a table that is both looked up and multiplied
 
 
 def roles(model: ir.Model) -> dict[str, str]:
@@ -57,26 +79,46 @@ def quantize(
     precision: str,
     *,
     group_size: int | None = None,
-    activations: str = "fp16",
-    amax: Mapping[str, npt.NDArray[np.float32]] | None = None,
+    narrow: str = "fp16",
+    head: bool | None = None,
+    calibration_method: str = "max",
+    stats: Mapping[str, TensorStats] | None = None,
+    overrides: Mapping[str, str] | None = None,
+    keep_values: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> QuantizationReport:
-    """In place. `activations` is the 16-bit type of what is not quantized; `amax`, of `activation_names`, is for fp8 only."""
-    assert precision in PRECISIONS, precision
+    """In place.
+
+    narrow        the 16-bit type of what is not quantized
+    head          the LM head in int8; None: as the precision has it
+    stats         by name of `activation_names`: needed for fp8 and int8-sq; with second moments fp8 and int4 round by GPTQ; with
+                  samples the report has each layer's signal-to-noise ratio
+    overrides     weight → a wider type than the precision's: int8, or fp16 for whichever 16-bit type it is
+    keep_values   SmoothQuant leaves attention's values as they are, since scales of their pools were calibrated before it
+    progress      called with (weights done, of how many)
+
+    Raises     BuildError when calibration is missing
+    """
+    scheme = SCHEMES[precision]
     graph = model.graph
-    narrow = activations
-    report = QuantizationReport(precision)
-    if precision in ("fp16", "bf16"):
-        report.tied = tie(graph)
-        for weight in find_weights(graph):
-            _count(report, weight.role, narrow, _size(weight), _NARROW_BYTES * _size(weight))
-    else:
-        weights = find_weights(graph)
-        if precision == "int4" and group_size is None:
-            group_size = weight_only.common_group_size(w.width for w in weights if w.role in ("attention", "mlp"))
-        for weight in weights:
-            for part in _by_use(graph, weight):
-                _apply(graph, part, precision, group_size, narrow, amax or {}, report)
-        report.group_size = min(report.groups.values(), default=0)
+    job = _Job(graph, scheme, narrow, calibration_method, dict(stats or {}), dict(overrides or {}), QuantizationReport(precision))
+    job.head = scheme.tables if head is None else head
+    if scheme.smooth:
+        skip = {weight.name for weight in find_weights(graph) if keep_values and _reads_attention(weight)} | set(job.overrides)
+        job.stats = smoothquant.smooth(graph, job.stats, static=True, method=calibration_method, skip=frozenset(skip))
+    if not job.head:
+        job.report.tied = tie(graph) or any({"lookup", "tied"} <= {use.kind for use in w.uses} for w in find_weights(graph))
+    weights = [part for weight in find_weights(graph) for part in (_by_use(graph, weight) if job.head else (weight,))]
+    job.group_size = group_size
+    if scheme.weights == "int4" and group_size is None:
+        job.group_size = weight_only.common_group_size(w.width for w in weights if job.dtype(w) == "int4")
+    for number, weight in enumerate(weights):
+        job.apply(weight)
+        if progress is not None:
+            progress(number + 1, len(weights))
+    job.round_inputs()
+    report = job.report
+    report.group_size = min(report.groups.values(), default=0)
     seen = {weight.name for weight in find_weights(graph)}
     for value in float_initializers(graph):
         if value.name not in seen and not str(value.name).endswith((".scale", ".input_scale")):
@@ -86,80 +128,99 @@ def quantize(
     return report
 
 
-def _apply(
-    graph: ir.Graph,
-    weight: Weight,
-    precision: str,
-    group_size: int | None,
-    narrow: str,
-    amax: Mapping[str, npt.NDArray[np.float32]],
-    report: QuantizationReport,
-) -> None:
-    size = _size(weight)
-    if (reason := _keep_reason(weight)) or weight.role == "embedding":
-        if reason:
-            report.skipped[weight.name] = reason
-        _count(report, weight.role, narrow, size, _NARROW_BYTES * size)
-        return
-    matrix = _out_in(weight)
-    dtype = "int8" if weight.role == "lm_head" else precision
-    if dtype == "int4":
-        group = weight_only.group_size_for(weight.width, group_size)
-        if group is None:
-            report.skipped[weight.name] = f"int8, not int4: no group of {group_size or 128} or fewer divides {weight.width}"
-            dtype = "int8"
-        else:
-            report.groups[weight.name] = group
-    if dtype == "fp8":
-        quantized = fp8(matrix)
-        for node in dict.fromkeys(use.node for use in weight.uses):
-            _quantize_input(graph, node, amax)
-    else:
-        quantized = weight_only.int4(matrix, report.groups[weight.name]) if dtype == "int4" else weight_only.int8(matrix)
-    weight_only.rewrite(graph, weight, quantized)
-    _count(report, weight.role, dtype, size, int(quantized.q.nbytes) + _NARROW_BYTES * quantized.scale.size)
+@dataclass
+class _Job:
+    """One run of `quantize`."""
 
+    graph: ir.Graph
+    scheme: Scheme
+    narrow: str
+    method: str
+    stats: dict[str, TensorStats]
+    overrides: dict[str, str]
+    report: QuantizationReport
+    head: bool = False
+    group_size: int | None = None
+    readers: dict[ir.Value, list[ir.Node]] = field(default_factory=dict)  # a layer's input → layers that read it rounded
 
-def fp8(weight: npt.NDArray[np.float32]) -> Quantized:
-    """Of `weight` [out, in]: E4M3, one scale per output."""
-    scale = np.abs(weight).max(axis=1) / np.float32(E4M3_MAX)
-    scale = np.where(scale == 0, np.float32(1), scale).astype(np.float32)
-    return Quantized(ir.Tensor((weight / scale[:, None]).astype(ml_dtypes.float8_e4m3fn)), scale, 0)
+    def dtype(self, weight: Weight) -> str:
+        """What the weight gets, where its width allows."""
+        if weight.role == "embedding" or _keep_reason(weight):
+            return self.narrow
+        if weight.role == "lm_head":
+            return "int8" if self.head else self.narrow
+        chosen = self.overrides.get(weight.name, self.scheme.weights)
+        return self.narrow if chosen in _NARROW else chosen
 
+    def apply(self, weight: Weight) -> None:
+        size, dtype = _size(weight), self.dtype(weight)
+        if dtype == self.narrow:
+            if self.scheme.weights not in _NARROW and (reason := _keep_reason(weight)):
+                self.report.skipped[weight.name] = reason
+            _count(self.report, weight.role, dtype, size, _NARROW_BYTES * size)
+            return
+        if dtype == "int4":
+            group = weight_only.group_size_for(weight.width, self.group_size)
+            if group is None:
+                wanted = self.group_size or 128
+                self.report.skipped[weight.name] = f"int8, not int4: no group of {wanted} or fewer divides {weight.width}"
+                dtype = "int8"
+            else:
+                self.report.groups[weight.name] = group
+        matrix = _out_in(weight)
+        quantized = self._rounded(weight, dtype, matrix)
+        self._feed(weight, dtype, matrix, quantized)
+        weight_only.rewrite(self.graph, weight, quantized)
+        _count(self.report, weight.role, dtype, size, int(quantized.q.nbytes) + _NARROW_BYTES * quantized.scale.size)
 
-def _quantize_input(graph: ir.Graph, node: ir.Node, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:
-    x = _layer_input(node)
-    if is_quantized(x):
-        return
-    name = str(x.name)
-    if name not in amax:
-        raise BuildError(f"no calibrated range for {name}; calibrate the tensors of activation_names")
-    limit = float(amax[name])
-    value = np.array(limit / E4M3_MAX if limit else 1.0, np.float32)
-    scale = add_initializer(graph, f"{name}.input_scale", ir.Tensor(value))
-    zero = add_initializer(graph, f"{name}.zero_point", ir.Tensor(np.zeros((), ml_dtypes.float8_e4m3fn)))
-    quantizer = ir.node("QuantizeLinear", [x, scale, zero], name=f"{name}.quantize")
-    dequantizer = ir.node("DequantizeLinear", [quantizer.outputs[0], scale, zero], name=f"{name}.dequantize")
-    quantizer.outputs[0].name, dequantizer.outputs[0].name = f"{name}.fp8", f"{name}.fp8.wide"
-    quantizer.outputs[0].dtype, quantizer.outputs[0].shape = ir.DataType.FLOAT8E4M3FN, x.shape
-    dequantizer.outputs[0].type, dequantizer.outputs[0].shape = x.type, x.shape
-    readers = [use.node for use in x.uses() if use.node.op_type == "MatMul" and use.idx == 0]
-    order = {each: index for index, each in enumerate(graph)}
-    graph.insert_before(min(readers, key=order.__getitem__), [quantizer, dequantizer])
-    for reader in readers:
-        if not feeds_experts(reader):
-            reader.replace_input_with(0, dequantizer.outputs[0])
+    def _rounded(self, weight: Weight, dtype: str, matrix: npt.NDArray[np.float32]) -> Quantized:
+        if dtype == "int8":
+            return weight_only.int8(matrix)
+        group = self.report.groups.get(weight.name, 0)
+        plain = weight_only.int4(matrix, group) if group else fp8.quantize(matrix)
+        found = self.stats.get(str(_layer_input(weight.uses[0].node).name))
+        if found is None or found.hessian is None or np.allclose(plain.dense(), matrix, rtol=1e-6, atol=1e-9):
+            self.report.rounding[weight.name] = "nearest"  # exact where the checkpoint has this very grid
+            return plain
+        self.report.rounding[weight.name] = "gptq"
+        if group:
+            return gptq.int4(matrix, found.hessian, group, symmetric=True)
+        return gptq.e4m3(matrix, found.hessian)
 
+    def _feed(self, weight: Weight, dtype: str, matrix: npt.NDArray[np.float32], quantized: Quantized) -> None:
+        """Remember whose input is to be rounded, and measure the layer on its samples."""
+        if weight.role not in ("attention", "mlp"):
+            return
+        x = _layer_input(weight.uses[0].node)
+        stats = self.stats.get(str(x.name))
+        rounds = self.scheme.activations
+        if rounds:
+            for use in weight.uses:
+                self.readers.setdefault(_layer_input(use.node), []).append(use.node)
+            if stats is None:
+                raise BuildError(f"no calibrated range for {x.name}; calibrate the tensors of activation_names")
+        if stats is not None and stats.sample.size:
+            sample = stats.sample
+            fed = activations.rounded(sample, rounds, limit=ranges.limit(stats, self.method, rounds)) if rounds else sample
+            self.report.layers[weight.name] = LayerReport(dtype, *noise(sample, fed, matrix, quantized.dense()))
 
-def is_quantized(value: ir.Value) -> bool:
-    producer = value.producer()
-    return producer is not None and producer.op_type == "DequantizeLinear"
+    def round_inputs(self) -> None:
+        for x, readers in self.readers.items():
+            limit = ranges.limit(self.stats[str(x.name)], self.method, self.scheme.activations)
+            activations.insert(self.graph, x, list(dict.fromkeys(readers)), self.scheme.activations, limit=limit)
 
 
 def _layer_input(node: ir.Node) -> ir.Value:
     value = node.inputs[0]
     assert value is not None
     return value
+
+
+def _reads_attention(weight: Weight) -> bool:
+    node = _layer_input(weight.uses[0].node).producer()
+    while node is not None and node.op_type in ("Reshape", "Transpose", "Squeeze", "Unsqueeze") and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node is not None and node.op_type == PAGED_ATTENTION
 
 
 def _by_use(graph: ir.Graph, weight: Weight) -> Iterator[Weight]:

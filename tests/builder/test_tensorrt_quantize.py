@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import ml_dtypes
+import dataclasses
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from builder.calibrate import calibrate
 from builder.fuse import fuse
+from builder.observe import TensorStats, observe
 from builder.targets import tensorrt_quantize as tq
+from plugins.paged_attention.op import attach_functions
 from runtime.errors import BuildError
 
 
@@ -24,12 +27,17 @@ def _nodes(model, op_type):
     return [node for node in model.graph if node.op_type == op_type]
 
 
+def _stats(*amax):
+    """Ranges alone: what was largest in a tensor of one channel."""
+    return [TensorStats(np.array([each], np.float32)) for each in amax]
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 def test_classes_and_bytes(exported, precision):
     model = _model(exported, "llama_tied")
-    amax = {name: np.float32(4) for name in tq.activation_names(model)}
+    stats = dict.fromkeys(tq.activation_names(model), _stats(4)[0])
     roles = tq.roles(model)
-    report = tq.quantize(model, precision, group_size=32, amax=amax)
+    report = tq.quantize(model, precision, group_size=32, stats=stats)
     assert {name: entry.dtype for name, entry in report.classes.items()} == {
         "attention": precision, "mlp": precision, "embedding": "fp16", "lm_head": "int8", "norms": "fp16",
     }  # fmt: skip
@@ -49,7 +57,7 @@ def test_one_quantizer_serves_all_readers_of_an_input(exported):
     model = _model(exported)
     names = tq.activation_names(model)
     assert len(names) == 2 * 4
-    tq.quantize(model, "fp8", amax={name: np.float32(2 + index) for index, name in enumerate(names)})
+    tq.quantize(model, "fp8", stats=dict(zip(names, _stats(*range(2, 10)), strict=True)))
     quantizers = _nodes(model, "QuantizeLinear")
     assert [node.inputs[0].name for node in quantizers] == names
     for index, node in enumerate(quantizers):
@@ -66,24 +74,87 @@ def test_unmerged_layers_share_one_quantizer(exported):
     tiny = exported("llama")
     model = ir.load(tiny.canonical)  # not fused: q, k and v are three products of one input
     names = tq.activation_names(model)
-    tq.quantize(model, "fp8", amax=dict.fromkeys(names, np.float32(1)))
+    tq.quantize(model, "fp8", stats=dict.fromkeys(names, _stats(1)[0]))
     quantizer = _nodes(model, "QuantizeLinear")[0]
     dequantized = quantizer.outputs[0].uses()[0].node.outputs[0]
     assert [use.node.op_type for use in dequantized.uses()] == ["MatMul"] * 3
 
 
-def test_fp8_rounds_to_e4m3_per_output():
-    weight = np.array([[1.0, -0.5, 0.3], [100.0, 7.0, 0.0], [0.0, 0.0, 0.0]], np.float32)
-    quantized = tq.fp8(weight)
-    assert quantized.scale.tolist() == pytest.approx([1 / 448, 100 / 448, 1.0])
-    stored = quantized.q.numpy().astype(np.float32)
-    assert stored.tolist() == [[448.0, -224.0, 128.0], [448.0, 32.0, 0.0], [0.0, 0.0, 0.0]]  # 134.4 → 128, 31.36 → 32
-    assert quantized.q.numpy().dtype == ml_dtypes.float8_e4m3fn
-
-
 def test_missing_range_is_an_error(exported):
     with pytest.raises(BuildError, match="no calibrated range for"):
-        tq.quantize(_model(exported), "fp8", amax={})
+        tq.quantize(_model(exported), "fp8")
+
+
+@pytest.fixture(scope="module")
+def observed(exported, tmp_path_factory):
+    """The fused graph and what flows into its layers, with second moments."""
+    path = tmp_path_factory.mktemp("observed") / "model.onnx"
+    ir.save(attach_functions(_model(exported)), path)
+    ids = [int(token) for token in np.random.default_rng(5).integers(3, 100, 200)]
+    return path, observe(path, [ids], tq.activation_names(ir.load(path)), hessians=True, num_threads=1)
+
+
+@pytest.mark.parametrize(("precision", "levels"), [("int4", 7), ("fp8", 448)])
+def test_second_moments_round_better_than_the_nearest(observed, precision, levels):
+    """GPTQ, on groups without a zero point; each layer's output stands further above its error."""
+    path, stats = observed
+    with_moments, model = {}, ir.load(path)
+    for name, each in stats.items():
+        with_moments[name] = dataclasses.replace(each)
+    report = tq.quantize(model, precision, group_size=32, stats=with_moments)
+    plain = {name: dataclasses.replace(each, hessian=None) for name, each in stats.items()}
+    nearest = tq.quantize(ir.load(path), precision, group_size=32, stats=plain)
+    assert set(report.rounding.values()) == {"gptq"} and set(nearest.rounding.values()) == {"nearest"}
+    assert len(report.layers) == 2 * 4
+    gains = [layer.weights_db - nearest.layers[name].weights_db for name, layer in report.layers.items()]
+    assert np.mean(gains) > 0.3
+    stored = [v for name, v in model.graph.initializers.items() if name.endswith(".q") and "head" not in name]
+    assert max(int(np.abs(v.const_value.numpy().astype(np.float32)).max()) for v in stored) >= levels
+    assert not [name for name in model.graph.initializers if name.endswith(".zero")]
+
+
+def test_smoothquant_folds_and_rounds_inputs_to_int8(observed, tmp_path):
+    path, stats = observed
+    model = ir.load(path)
+    report = tq.quantize(model, "int8-sq", stats=stats)
+    assert {report.classes[role].dtype for role in ("attention", "mlp", "lm_head")} == {"int8"}
+    quantizers = _nodes(model, "QuantizeLinear")
+    assert len(quantizers) == 2 * 4 and {node.outputs[0].dtype for node in quantizers} == {ir.DataType.INT8}
+    limits = [float(node.inputs[1].const_value.numpy()) * 127 for node in quantizers]
+    before = [stats[str(node.inputs[0].name)].amax for node in quantizers]
+    assert any(abs(new / old - 1) > 0.01 for new, old in zip(limits, before, strict=True))  # of the divided inputs
+    kept = ir.load(path)
+    tq.quantize(kept, "int8-sq", stats=stats, keep_values=True)
+    of_attention = [node for node in _nodes(kept, "QuantizeLinear") if node.inputs[0].producer().op_type == "Reshape"]
+    assert len(of_attention) == 2
+    for node in of_attention:
+        assert float(node.inputs[1].const_value.numpy()) * 127 == pytest.approx(stats[str(node.inputs[0].name)].amax)
+
+
+def test_layers_that_were_raised_keep_their_width_and_their_input(observed):
+    path, stats = observed
+    model = ir.load(path)
+    names = [name for name, role in tq.roles(model).items() if role in ("attention", "mlp")]
+    overrides = {names[0]: "fp16", names[1]: "int8"}
+    report = tq.quantize(model, "int4", group_size=32, overrides=overrides)
+    stored = {name: value.dtype for name, value in model.graph.initializers.items()}
+    assert stored[names[0]] == ir.DataType.FLOAT and f"{names[0]}.q" not in stored
+    assert stored[f"{names[1]}.q"] == ir.DataType.INT8
+    assert {stored[f"{name}.q"] for name in names[2:]} == {ir.DataType.INT4}
+    assert len(report.groups) == len(names) - 2
+    model = ir.load(path)
+    tq.quantize(model, "fp8", stats=stats, overrides={names[0]: "fp16"})
+    assert len(_nodes(model, "QuantizeLinear")) == 2 * 4 - 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "head", "dtype"), [("int8", None, "int8"), ("int8", False, "fp16"), ("fp16", True, "int8")]
+)
+def test_the_head_is_quantized_or_not(exported, precision, head, dtype):
+    model = _model(exported, "llama_tied")
+    report = tq.quantize(model, precision, head=head)
+    assert report.dtype_of("lm_head") == dtype and report.tied == (dtype == "fp16")
+    assert report.classes["mlp"].dtype == precision
 
 
 def test_calibration_finds_the_largest_magnitudes(exported, tmp_path):
