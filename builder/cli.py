@@ -16,7 +16,7 @@ from builder.termination import EXIT_STATUS, Terminated, sigterm_raises
 from builder.trtllm_flags import translate
 from runtime import __version__
 from runtime.contract import REPORT_JSON, load_manifest
-from runtime.errors import EngineError, ForgelineError, InvalidRequest
+from runtime.errors import EngineError, ForgelineError, InvalidRequest, sentence
 
 KV_CACHE_DTYPES = ("auto", "f32", "f16", "bf16", "u8", "u4", "f8", "i8")  # of some target; each says which are its own
 _EVERY_PRECISION = tuple(dict.fromkeys(name for names in PRECISIONS.values() for name in names))
@@ -199,11 +199,11 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         print(f"error: building needs {error.name}, which is not installed; pip install 'forgeline[build]'", file=sys.stderr)
         return 2
-    except ForgelineError as error:
+    except (ForgelineError, PermissionError) as error:
         if as_json:
-            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}, ensure_ascii=False))
+            print(json.dumps({"error": {"type": type(error).__name__, "message": sentence(error)}}, ensure_ascii=False))
         else:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

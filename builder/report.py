@@ -6,39 +6,19 @@
 from __future__ import annotations
 
 import html
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from builder.charts import bars
-from runtime.contract import REPORT_JSON
-from runtime.errors import BuildError
+from runtime.contract import REPORT_JSON, strict_json
 
 _LAYERS_SHOWN = 20
 
 
 def write_report(root: Path, report: Mapping[str, Any]) -> None:
-    try:
-        text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
-        name = ".".join(_not_finite(report)) or "a figure"
-        raise BuildError(f"{name} of the build report is not a finite number; check the checkpoint's weights") from error
-    (root / REPORT_JSON).write_text(text + "\n", encoding="utf-8")
+    (root / REPORT_JSON).write_text(strict_json(report, "the build report"), encoding="utf-8")
     (root / "report.html").write_text(to_html(report), encoding="utf-8")
-
-
-def _not_finite(content: Any) -> tuple[str, ...]:
-    """The path to the first NaN or infinity."""
-    if isinstance(content, Mapping | list | tuple):
-        items = content.items() if isinstance(content, Mapping) else enumerate(content)
-        for key, value in items:
-            if isinstance(value, float) and not math.isfinite(value):
-                return (str(key),)
-            if below := _not_finite(value):
-                return (str(key), *below)
-    return ()
 
 
 def to_html(report: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runtime import __version__
 from runtime.bench.cli import HELP, add_options
-from runtime.errors import ForgelineError, InvalidRequest
+from runtime.errors import ForgelineError, InvalidRequest, sentence
 
 
 def parser() -> argparse.ArgumentParser:
@@ -146,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # text the terminal's encoding lacks
     try:
         return {"generate": generate, "serve": serve, "doctor": doctor, "bench": bench}[arguments.command](arguments)
-    except ForgelineError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ForgelineError, PermissionError) as error:
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has seen enough, as in `runtime generate … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

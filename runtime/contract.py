@@ -19,12 +19,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import ChecksumMismatch, EngineError, EngineNotFound, ManifestMismatch
+from runtime.errors import BuildError, ChecksumMismatch, EngineError, EngineNotFound, ManifestMismatch
 
 DOMAIN = "forgeline"
 DOMAIN_VERSION = 1
@@ -151,7 +153,7 @@ class Manifest:
     knee: dict[str, Any] = field(default_factory=dict)  # measured batch knee, when known
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+        return strict_json(dataclasses.asdict(self), "the manifest")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Manifest:
@@ -167,6 +169,28 @@ class Manifest:
         return cls(**data)
 
 
+def strict_json(content: Mapping[str, Any], what: str) -> str:
+    """JSON that every reader accepts.  Raises  BuildError for NaN and infinity, which JSON has no word for."""
+    try:
+        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError as error:
+        name = ".".join(_not_finite(content)) or "a figure"
+        raise BuildError(f"{name} of {what} is not a finite number; check the checkpoint's weights") from error
+
+
+def _not_finite(content: Any) -> tuple[str, ...]:
+    """The path to the first NaN or infinity."""
+    items: Any = (
+        content.items() if isinstance(content, Mapping) else enumerate(content) if isinstance(content, (list, tuple)) else ()
+    )
+    for key, value in items:
+        if isinstance(value, float) and not math.isfinite(value):
+            return (str(key),)
+        if below := _not_finite(value):
+            return (str(key), *below)
+    return ()
+
+
 def file_sha256(path: str | os.PathLike[str]) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -180,7 +204,16 @@ def load_manifest(engine: str | os.PathLike[str], *, verify_checksums: bool = Tr
 
     Raises  EngineNotFound, ManifestMismatch, ChecksumMismatch, EngineError; library versions are checked by the executor.
     """
-    root = Path(engine)
+    try:
+        return _load_manifest(Path(engine), verify_checksums)
+    except OSError as error:  # no permission, a failing disk
+        raise EngineError(
+            f"{error.filename or engine} cannot be read ({error.strerror or error}); "
+            "make the engine readable for this user or copy it again"
+        ) from error
+
+
+def _load_manifest(root: Path, verify_checksums: bool) -> Manifest:
     path = root / MANIFEST_FILE
     if not path.is_file():
         raise EngineNotFound(

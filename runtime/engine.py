@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,7 +151,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | list[int],
+        prompt: str | Sequence[int],
         params: SamplingParams,
         *,
         request_id: str | None = None,

@@ -28,6 +28,13 @@ class ForgelineError(Exception):
     """Base of everything above; `str(error)` is fit to show to a user."""
 
 
+def sentence(error: ForgelineError | PermissionError) -> str:
+    """What a command says; files it may not touch come from everywhere, and the user need not know from where."""
+    if isinstance(error, PermissionError):
+        return f"{error.filename} may not be opened by this user ({error.strerror}); change its permissions or give another path"
+    return str(error)
+
+
 class InvalidRequest(ForgelineError):
     pass
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from runtime.config import from_options
 from runtime.engine import Engine, Output
-from runtime.errors import ForgelineError
+from runtime.errors import ForgelineError, InvalidRequest
 from runtime.request import FinishReason, SamplingParams, Timings
 from runtime.sampler import TokenLogprobs
 
@@ -50,11 +50,15 @@ class LLM:
         return llm
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """Token ids of a prompt, or of a user message in the chat template."""
-        if not chat:
-            return self.tokenizer.encode(prompt)
-        text = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """Token ids of a prompt, or of a user message in the chat template.
+
+        Raises  InvalidRequest; PromptTooLong, before tokenizing, for text that cannot fit.
+        """
+        return self._encode_chat([{"role": "user", "content": prompt}]) if chat else self.engine.encode(prompt)
+
+    def _encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        return self.engine.encode(text, add_special_tokens=False)
 
     def generate(
         self,
@@ -65,6 +69,8 @@ class LLM:
 
         Raises  InvalidRequest, PromptTooLong; ForgelineError when the engine fails a request.
         """
+        if not isinstance(prompts, Iterable):
+            raise InvalidRequest(f"prompts is {prompts!r} but must be a prompt or a list of prompts")
         batch: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
@@ -73,8 +79,7 @@ class LLM:
         ids: list[str] = []
         try:
             for prompt, own in zip(batch, each, strict=True):
-                text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
-                ids.append(self.engine.submit(text_or_ids, own, on_output=outputs.put))
+                ids.append(self.engine.submit(prompt, own, on_output=outputs.put))
         except ForgelineError:
             for request_id in ids:
                 self.engine.cancel(request_id)
@@ -91,8 +96,7 @@ class LLM:
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[Output]:
         """Yield deltas as they are produced. Leaving the loop early cancels the request."""
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-        text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
-        request_id = self.engine.submit(text_or_ids, params or SamplingParams(), on_output=outputs.put)
+        request_id = self.engine.submit(prompt, params or SamplingParams(), on_output=outputs.put)
         try:
             while True:
                 output = outputs.get()
@@ -106,9 +110,7 @@ class LLM:
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Apply the chat template and complete the assistant's turn."""
-        prompt = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-        ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        return self.generate([ids], params)[0]
+        return self.generate([self._encode_chat(messages)], params)[0]
 
     def close(self) -> None:
         self.engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -157,6 +158,24 @@ def test_errors_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert builder(["build", str(tmp_path / "nowhere"), "--output", str(tmp_path / "engine"), "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["type"] == "ModelNotFound" and "does not exist" in error["message"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_that_may_not_be_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    weights = model / "model.safetensors"
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("builder.source.check_safetensors", refuse)
+    expected = f"{weights} may not be opened by this user (Permission denied); change its permissions or give another path"
+    if not as_json:
+        assert refuse_build(capsys, tmp_path, model) == expected
+        return
+    assert builder(["build", str(model), "--output", str(tmp_path / "engine"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == {"type": "PermissionError", "message": expected}
 
 
 def test_build_inspect_and_build_again(
