@@ -112,7 +112,7 @@ def remedies(
     fallback: bool,
     available: Sequence[str] | None = None,
 ) -> list[str]:
-    """Three, the likeliest first: what the largest share of the loss points at. `available`: the target's precisions, None = all."""
+    """Three, the likeliest first: what the largest share of the loss points at. `available`: of this target; None: all."""
     found: list[str] = []
     before, shares = 0.0, {}
     for name, part in parts.items():  # each is measured with those before it
