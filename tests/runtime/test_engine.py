@@ -102,7 +102,8 @@ def test_seeded_sequences_differ_and_repeat(engine: Engine) -> None:
 
     first = texts()
     assert first[0] != first[1]
-    noise = [engine.submit(PROMPT, LONG, on_output=lambda output: None) for _ in range(5)]
+    other = SamplingParams(max_tokens=1500, ignore_eos=True, temperature=1.0, seed=6)
+    noise = [engine.submit(PROMPT, other, on_output=lambda output: None) for _ in range(5)]
     assert texts() == first  # whatever shares the batch
     for name in noise:
         engine.cancel(name)
@@ -249,9 +250,11 @@ def test_llm_streams_and_chats(tiny_engine: Callable[[str], Path]) -> None:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         (whole,) = llm.generate(PROMPT, params)
         assert "".join(output.text for output in llm.stream(PROMPT, params)) == whole.text
+        before = llm.engine.stats().generation_tokens
         for _ in llm.stream(PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True)):
             break  # leaving cancels
         wait_until(lambda: llm.engine.stats().num_used_blocks == 0)
+        assert llm.engine.stats().generation_tokens - before < 1000
         assert llm.chat([{"role": "user", "content": "Who art thou?"}], params).num_prompt_tokens > 4
         with pytest.raises(InvalidRequest, match="unknown runtime option 'max_seqs'"):
             LLM(tiny_engine("fp32"), max_seqs=4)
