@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_a_copy_travels_with_the_model(engine: Path, tmp_path: Path) -> None:
     model = deploy(engine, tmp_path, "llm", copy=True)
     assert (model / "1" / "engine" / "manifest.json").read_bytes() == (engine / "manifest.json").read_bytes()
     assert read_config(model)["parameters"]["engine_dir"] == {"string_value": "engine"}
+
+
+EXAMPLE = Path(__file__).parents[2] / "model_repository" / "example.pbtxt"
+
+
+def test_the_committed_example_is_what_deploy_writes(tiny_engine: Callable[[str], Path], tmp_path: Path) -> None:
+    written = deploy(tiny_engine("fp32"), tmp_path, "ensemble", copy=True) / "config.pbtxt"
+    assert written.read_text() == EXAMPLE.read_text(), f"cp {written} {EXAMPLE}"
 
 
 def test_deploying_again_replaces_the_model(engine: Path, tmp_path: Path) -> None:
