@@ -134,16 +134,19 @@ def _canonical(source: str, sha256: str, config: BuildConfig, staging: Path) -> 
 def _export(source: str, place: Path) -> Path:
     from builder.export import export_model
     from builder.fuse import fuse
+    from builder.fuse.merge import PARTS
     from plugins.paged_attention.op import attach_functions
 
     place.mkdir(exist_ok=True)
     checkpoint = load_checkpoint(source)
     model = export_model(checkpoint.model, checkpoint.spec)
     checkpoint.write_tokenizer(place / TOKENIZER_DIR)
-    spec = checkpoint.spec
+    spec, origin = checkpoint.spec, checkpoint.origin
     del checkpoint
     gc.collect()
     fusion = fuse(model, spec)
+    parts = {name: value.meta[PARTS] for name, value in model.graph.initializers.items() if PARTS in value.meta}
+    origin.fused(parts).save(place)
     attach_functions(model)
     ir.save(model, place / "model.onnx", external_data="weights.bin")
     (place / "fusion.json").write_text(json.dumps(dataclasses.asdict(fusion), indent=2))

@@ -11,12 +11,14 @@ import math
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from builder import families
 from builder import source as files
+from builder.quantized.grid import Origin
+from builder.quantized.layout import Format
 from builder.source import GENERATION_CONFIG, Source
 from runtime.contract import ModelSpec
 from runtime.errors import CorruptCheckpoint, UnsupportedModel
@@ -30,6 +32,7 @@ class Checkpoint:
     model: Any  # transformers causal LM, fp32, eval mode
     spec: ModelSpec
     source: Source
+    origin: Origin = field(default_factory=Origin)  # how its weights were quantized, where they were
 
     @property
     def sha256(self) -> str:
@@ -65,15 +68,17 @@ def load_checkpoint(source: str) -> Checkpoint:
     from builder.attention_hook import quiet
 
     with quiet():
-        model = _load_model(found)
-        return Checkpoint(model, _model_spec(model, found.name, files.sha256(found)), found)
+        model, origin = _load_model(found)
+        return Checkpoint(model, _model_spec(model, found.name, files.sha256(found)), found, origin)
 
 
-def _load_model(source: Source) -> Any:
+def _load_model(source: Source) -> tuple[Any, Origin]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    stored, origin = files.quantization(source), Origin()
+    loader: Any = AutoModelForCausalLM
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.path)}
     if source.is_gguf:
         where = {"pretrained_model_name_or_path": str(source.path.parent), "gguf_file": source.path.name}
@@ -83,7 +88,10 @@ def _load_model(source: Source) -> Any:
             named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
             families.check_config(config.to_dict() | {"architectures": [named] if named else []}, source.given)
             where["quantization_config"] = GgufConfig(dequantize=True)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        if stored is not None:
+            where, origin = _dequantized(source, stored, config)
+            loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic class needs a place, not weights
+        loaded: Any = loader.from_pretrained(
             **where,
             config=config,
             dtype=torch.float32,
@@ -107,7 +115,23 @@ def _load_model(source: Source) -> Any:
         ) from error
     model, report = loaded
     _check_weights(source.given, model, report)
-    return model.eval()
+    return model.eval(), origin
+
+
+def _dequantized(source: Source, stored: Format, config: Any) -> tuple[dict[str, Any], Origin]:
+    """What to call `from_pretrained` with so that a model of `config` gets the dense weights of a quantized checkpoint."""
+    from transformers import GenerationConfig
+
+    from builder.quantized.read import read
+
+    headers = files.headers(source)
+    state, origin = read(stored, source.weight_files(), headers, stored_in_out=config.model_type in families.STORED_IN_OUT)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers would quantize the model again
+    generation = GenerationConfig.from_model_config(config)
+    if (source.path / GENERATION_CONFIG).is_file():
+        generation = GenerationConfig.from_pretrained(str(source.path))
+    return {"pretrained_model_name_or_path": None, "state_dict": state, "generation_config": generation}, origin
 
 
 def _check_weights(given: str, model: Any, report: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ FAMILIES = {
 }
 _BY_TYPE = {model_type: architecture for architecture, model_type in FAMILIES.items()}
 _MOE_TYPES = ("mixtral", "qwen3_moe")
+STORED_IN_OUT = ("gpt2",)  # model types whose linear weights are [in, out]
 
 # Frequencies that depend on the length of the running batch cannot be part of a static graph.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -75,11 +76,6 @@ def check_config(config: Mapping[str, Any], source: str) -> str:
             "correct config.json"
         )
     _check_values(config, source)
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
-        raise UnsupportedModel(
-            f"{source}: the weights are already quantized ({method}); build from the unquantized checkpoint or a GGUF file"
-        )
     for rope in _rope_types(config):
         if rope not in _STATIC_ROPE:
             raise UnsupportedModel(

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from builder import families
+from builder import families, quantized
+from builder.quantized.layout import Format, Header
 from runtime.contract import file_sha256
-from runtime.errors import CorruptCheckpoint, ModelNotFound
+from runtime.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -91,6 +92,15 @@ def read_config(source: Source) -> dict[str, Any]:
     return _read_json(source.path / CONFIG)
 
 
+def quantization(source: Source) -> Format | None:
+    """How the weights of the checkpoint are quantized; None when they are not, and for a GGUF file, which transformers reads."""
+    if source.is_gguf:
+        return None
+    modelopt = source.path / quantized.MODELOPT_CONFIG
+    found = _read_json(modelopt) if modelopt.is_file() else None
+    return quantized.find(read_config(source).get("quantization_config"), found, source.given)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -148,6 +158,12 @@ def check(source: Source) -> None:
     for path in files:
         if path.suffix == ".safetensors":
             check_safetensors(path)
+    if (stored := quantization(source)) is not None:
+        if files[0].suffix != ".safetensors":
+            raise UnsupportedModel(
+                f"{source.given}: the quantized weights are in {files[0].name} but only *.safetensors is read; convert them"
+            )
+        quantized.check(stored, headers(source))
 
 
 def check_safetensors(path: Path) -> None:
@@ -173,6 +189,19 @@ def check_safetensors(path: Path) -> None:
             raise CorruptCheckpoint(f"{path} has a damaged header ({type(error).__name__}: {error}); {again}") from error
     if 8 + length + max(ends) != size:
         raise CorruptCheckpoint(f"{path} has {size} bytes but its header describes {8 + length + max(ends)}; {again}")
+
+
+def headers(source: Source) -> dict[str, Header]:
+    """Every tensor of its safetensors files."""
+    found: dict[str, Header] = {}
+    for path in source.weight_files():
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            entries = json.loads(file.read(length))
+        for name, entry in entries.items():
+            if name != "__metadata__":
+                found[name] = Header(entry["dtype"], tuple(entry["shape"]))
+    return found
 
 
 def _hashed_files(source: Source) -> Iterator[Path]:
@@ -202,13 +231,9 @@ def sha256(source: Source) -> str:
 
 def num_weights(source: Source) -> int:
     """At least so many values; exact for safetensors, elsewhere what the bytes hold in 32 bits each."""
-    total = 0
-    for path in source.weight_files():
-        if path.suffix != ".safetensors":
-            total += os.path.getsize(path) // 4
-            continue
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total
+    files = source.weight_files()
+    if not files or files[0].suffix != ".safetensors":
+        return sum(os.path.getsize(path) // 4 for path in files)
+    stored = quantization(source)
+    per_item = {} if stored is None else {"I32": 32 // stored.bits, "U8": 8 // stored.bits}
+    return sum(header.size * per_item.get(header.dtype, 1) for header in headers(source).values())

@@ -16,6 +16,8 @@ import onnx_ir as ir
 
 from builder.fuse.graph import Decline, add_initializer, is_constant, is_op, new_node, replace_value, sole_user, static_shape
 
+PARTS = "forgeline.parts"  # in a merged weight's `meta`: the names of the weights it was made of, for as long as it is in memory
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -83,6 +85,7 @@ def merge(graph: ir.Graph, linears: Sequence[Linear], joint: str, fallback: str,
     stem = name.removesuffix(".weight")
     widths = [linear.width for linear in linears]
     weight = add_initializer(graph, name, _concatenated([linear.weight for linear in linears], widths, axis=1))
+    weight.meta[PARTS] = tuple(str(linear.weight.name) for linear in linears)
     product = ir.node("MatMul", [first.x, weight])
     _typed(product.outputs[0], first, sum(widths))
     nodes = [product]

@@ -27,10 +27,12 @@ import onnx_ir as ir
 
 from builder.observe import TensorStats
 from builder.quantize import activations, cast, fp8, gptq, ops, ranges, smoothquant, weight_only
+from builder.quantize.kept import CheckpointReport, keep, stored_limits
 from builder.quantize.scheme import SCHEMES as SCHEMES
 from builder.quantize.scheme import Scheme, scheme_of
 from builder.quantize.weight_only import Quantized
 from builder.quantize.weights import CLASSES, Weight, feeds_experts, find_weights, float_initializers, tie
+from builder.quantized.grid import Grid, Origin
 from runtime.errors import BuildError
 
 MAX_DB = 200.0  # stands for "no error at all"
@@ -66,7 +68,8 @@ class QuantizationReport:
     classes: dict[str, ClassReport] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)  # int4 weight → its group size
     skipped: dict[str, str] = field(default_factory=dict)  # weight → why it kept a wider type than the scheme's
-    rounding: dict[str, str] = field(default_factory=dict)  # int4 or fp8 weight → nearest or gptq
+    rounding: dict[str, str] = field(default_factory=dict)  # int4 or fp8 weight → nearest, gptq or the checkpoint's own
+    checkpoint: CheckpointReport = field(default_factory=CheckpointReport)
     layers: dict[str, LayerReport] = field(default_factory=dict)  # by weight, where there were samples
     activation_group_size: int = 0  # dynamic: values per scale; 0 = per token, static or none
     tied: bool = False  # the embedding serves as head and is counted once, under embedding
@@ -115,6 +118,7 @@ class QuantizationReport:
             "classes": {name: {**asdict(c), "bytes_per_weight": c.bytes_per_weight} for name, c in self.classes.items()},
             "skipped": dict(self.skipped),
             "rounding": {how: sum(r == how for r in self.rounding.values()) for how in sorted(set(self.rounding.values()))},
+            "checkpoint": self.checkpoint.to_dict(),
             "layers": {name: asdict(layer) for name, layer in self.worst_layers()},
         }
 
@@ -129,17 +133,19 @@ def quantize(
     calibration_method: str = "max",
     stats: Mapping[str, TensorStats] | None = None,
     overrides: Mapping[str, str] | None = None,
+    origin: Origin | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizationReport:
     """Quantize in place.
 
-    group_size           of int4: None takes the largest of 128, 64, 32 that divides every layer's width; a layer whose width a
-                         given one does not divide takes the next smaller that does
-    tables               embedding and LM head too; None: as the scheme has it
+    group_size           of int4: None takes the largest of 128, 64, 32 that divides every layer's width, and a quantized
+                         checkpoint's groups; a layer whose width a given one does not divide takes the next smaller that does
+    tables               embedding and LM head too; None: as the scheme has it, but not where the checkpoint excludes its head
     static_activations   one calibrated scale per tensor; None: as the scheme has it
     stats                by name of `layer_inputs`: needed for static scales and SmoothQuant; with second moments int4 rounds by
                          GPTQ; with samples the report has each layer's signal-to-noise ratio
     overrides            weight → a wider type than the scheme's: int8, bf16 or fp32
+    origin               how the checkpoint was quantized: its grids and static input scales are kept where the scheme has such
     progress             called with (weights done, of how many)
 
     Raises     BuildError for an unknown scheme or group size, or when calibration is missing
@@ -148,26 +154,32 @@ def quantize(
     if group_size is not None and (group_size < 16 or group_size % 16):
         raise BuildError(f"group_size is {group_size} but must be a multiple of 16, such as 32, 64 or 128")
     static = plan.static if static_activations is None else static_activations
-    graph, stats = model.graph, dict(stats or {})
+    graph, stats, origin = model.graph, dict(stats or {}), origin or Origin()
+    if tables is None:
+        tables = plan.tables and not origin.excludes_head
     tie(graph)
     if plan.smooth:
         stats = smoothquant.smooth(graph, stats, static=static, method=calibration_method, skip=frozenset(overrides or ()))
     weights = find_weights(graph)
     report = QuantizationReport(scheme, tied=any({"lookup", "tied"} <= {use.kind for use in w.uses} for w in weights))
+    report.checkpoint = CheckpointReport.of(origin)
     counts: dict[str, dict[str, int]] = {}
-    choice = _Choice(plan, plan.tables if tables is None else tables, dict(overrides or {}))
+    choice = _Choice(plan, tables, dict(overrides or {}), origin)
     layers = [_layer(weight, choice, group_size, report) for weight in weights]
     if plan.weights == "int4" and group_size is None:
-        group_size = weight_only.common_group_size(layer.weight.width for layer in layers if choice.dtype(layer.weight) == "int4")
+        widths = [layer.weight.width for layer in layers if choice.dtype(layer.weight) == "int4"]
+        stored = [layer.grid.group_size for layer in layers if layer.grid is not None and layer.grid.dtype == "int4"]
+        group_size = weight_only.common_group_size([*widths, *(size for size in stored if size)])
         report.skipped.clear()
         layers = [_layer(weight, choice, group_size, report) for weight in weights]
+    report.checkpoint.unquantized = [weight.name for weight in weights if choice.is_excluded(weight)]
     seen = {weight.name for weight in weights}
     for value in float_initializers(graph):
         if value.name not in seen:
             assert value.const_value is not None
             _count(report, counts, "norms", "fp32", value.const_value.size, int(value.const_value.nbytes))
     integers = [layer for layer in layers if layer.dtype not in ("fp32", "bf16")]
-    inputs = _Inputs(plan.activations, static, calibration_method, stats, integers)
+    inputs = _Inputs(plan.activations, static, calibration_method, stats, integers, use_stored=not plan.smooth)
     for number, layer in enumerate(layers):
         assert layer.weight.value.const_value is not None
         role, size = layer.weight.role, layer.weight.value.const_value.size
@@ -185,7 +197,7 @@ def quantize(
 def layer_inputs(model: ir.Model, scheme: str, *, tables: bool | None = None) -> list[str]:
     """Tensors to observe for `quantize`: the inputs of the layers it will quantize, in graph order, each once."""
     plan = scheme_of(scheme)
-    choice = _Choice(plan, plan.tables if tables is None else tables, {})
+    choice = _Choice(plan, plan.tables if tables is None else tables, {}, Origin())
     readers = {
         use.node
         for weight in find_weights(model.graph)
@@ -201,12 +213,13 @@ class _Choice:
     scheme: Scheme
     tables: bool
     overrides: dict[str, str]
+    origin: Origin
 
     def dtype(self, weight: Weight) -> str:
         """What the weight gets, where its width allows."""
         if self.scheme.weights in ("fp32", "bf16"):
             return self.scheme.weights
-        if _keep_reason(weight):
+        if _keep_reason(weight) or self.is_excluded(weight):
             return "fp32"
         if weight.name in self.overrides:
             return self.overrides[weight.name]
@@ -214,12 +227,18 @@ class _Choice:
             return "int8" if self.tables else "fp32"
         return self.scheme.weights
 
+    def is_excluded(self, weight: Weight) -> bool:
+        """Does the checkpoint, quantized elsewhere, leave this layer as it was?"""
+        return weight.role in ("attention", "mlp") and weight.name in self.origin.dense
+
 
 @dataclass(frozen=True)
 class _Layer:
     weight: Weight
     dtype: str
     group: int | None  # of int4
+    grid: Grid | None = None  # in the checkpoint
+    off_grid: str = ""  # why a weight quantized there has none
 
 
 def _layer(weight: Weight, choice: _Choice, group_size: int | None, report: QuantizationReport) -> _Layer:
@@ -231,16 +250,28 @@ def _layer(weight: Weight, choice: _Choice, group_size: int | None, report: Quan
             report.skipped[weight.name] = f"int8, not int4: no group of {wanted} or fewer divides {weight.width}"
             dtype = "int8"
     if dtype == "fp32" and choice.scheme.weights != "fp32":
-        report.skipped[weight.name] = _keep_reason(weight) or "fp32: embedding and head are not quantized unless asked for"
-    return _Layer(weight, dtype, group)
+        excluded = "fp32: the checkpoint does not quantize it" if choice.is_excluded(weight) else ""
+        tables = "fp32: embedding and head are not quantized unless asked for"
+        report.skipped[weight.name] = _keep_reason(weight) or excluded or tables
+    return _Layer(weight, dtype, group, choice.origin.grids.get(weight.name), choice.origin.off_grid.get(weight.name, ""))
 
 
 class _Inputs:
     """How each layer's input is rounded; one quantizer per tensor, whose scale depends on all of its readers."""
 
-    def __init__(self, dtype: str, static: bool, method: str, stats: Mapping[str, TensorStats], layers: list[_Layer]) -> None:
+    def __init__(
+        self,
+        dtype: str,
+        static: bool,
+        method: str,
+        stats: Mapping[str, TensorStats],
+        layers: list[_Layer],
+        use_stored: bool = True,
+    ) -> None:
+        """`use_stored`: are the inputs still those that a quantized checkpoint has scales of?"""
         self.dtype, self._stats = dtype, stats
         readers: dict[ir.Value, list[ir.Node]] = {}
+        stored = stored_limits([(layer.grid, layer.weight) for layer in layers], dtype) if use_stored else {}
         for layer in layers:
             for node in (use.node for use in layer.weight.uses if use.kind != "lookup"):
                 assert node.inputs[0] is not None
@@ -255,6 +286,8 @@ class _Inputs:
             if not static:
                 assert x.shape is not None
                 self._how[x] = {"block_size": self.group_size or x.shape[-1]}
+            elif x in stored:
+                self._how[x] = {"limit": stored[x]}
             elif str(x.name) in stats:
                 self._how[x] = {"limit": ranges.limit(stats[str(x.name)], method, dtype)}
             else:
@@ -311,6 +344,15 @@ def _quantize(
     name = layer.weight.name
     if layer.group is not None:
         report.groups[name] = layer.group
+    reason = layer.off_grid
+    if layer.grid is not None:
+        kept = keep(layer.grid, matrix, layer.dtype, layer.group)
+        if isinstance(kept, Quantized):
+            report.checkpoint.kept[name], report.rounding[name] = layer.dtype, "checkpoint"
+            return kept
+        reason = kept
+    if reason:
+        report.checkpoint.requantized[name] = reason
     if layer.dtype == "int8":
         return weight_only.int8(matrix)
     plain = fp8.quantize(matrix) if layer.group is None else weight_only.int4(matrix, layer.group)

@@ -14,6 +14,7 @@ from builder.calibration import Calibration, collect
 from builder.config import BuildConfig
 from builder.quantize import kv_cache, layer_inputs, quantize
 from builder.quantize.scheme import scheme_of
+from builder.quantized.grid import Origin
 from builder.stages import Stages
 from builder.targets.compiled import Compiled
 from builder.targets.openvino import build_plan, resolve_kv_dtype
@@ -45,6 +46,7 @@ def compile_engine(
             calibration_method=config.calibration_method,
             stats=calibration.stats,
             overrides=overrides,
+            origin=Origin.load(canonical),
             progress=stages.progress,
         )
         kv_cache.insert(model, key_dtype, value_dtype)

@@ -168,7 +168,7 @@ def test_hub_id_becomes_a_directory(llama: tuple[Any, Path], monkeypatch: pytest
         ({"architectures": None, "model_type": "bert"}, "bert is not a causal language model"),
         ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, "FalconForCausalLM is not supported; the supported"),
         ({"model_type": "mistral"}, "config.json says LlamaForCausalLM but model_type 'mistral' instead of 'llama'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"already quantized \(gptq\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "the weights are quantized by 'hqq', which is not read"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rotary embedding of type 'longrope'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary embedding of type 'dynamic'"),
         ({"use_bidirectional_attention": True}, "only causal attention"),
