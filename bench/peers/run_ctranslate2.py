@@ -12,7 +12,9 @@ from protocol import Generate, Stopwatch, Timing, main
 
 
 def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
-    generator = ctranslate2.Generator(options.model, device="cpu", intra_threads=options.threads, inter_threads=1)
+    generator = ctranslate2.Generator(
+        options.model, device="cpu", compute_type="int8_float32", intra_threads=options.threads, inter_threads=1
+    )
     tokens: list[str] = json.loads((Path(options.model) / "vocabulary.json").read_text(encoding="utf-8"))
 
     def generate(prompts: list[list[int]], new_tokens: int) -> Timing:
@@ -20,7 +22,6 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
 
         def seen(step: ctranslate2.GenerationStepResult) -> bool:
             watch.add(step.batch_id)
-            watch.step_done()
             return False
 
         generator.generate_batch(

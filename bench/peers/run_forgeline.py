@@ -25,7 +25,6 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
 
         def receive(output: Output) -> None:
             watch.add(int(output.request_id), len(output.token_ids))
-            watch.step_done()
             if output.finish_reason is not None:
                 ended.put(output.error)
 

@@ -26,9 +26,7 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
         generator.append_tokens(np.array(prompts, np.int32))
         for _ in range(new_tokens):
             generator.generate_next_token()
-            for index in range(len(prompts)):
-                watch.add(index)
-            watch.step_done()
+            watch.add_step()
         return watch.timing()
 
     return generate, {name: version(name) for name in ("onnxruntime-genai", "onnxruntime")}

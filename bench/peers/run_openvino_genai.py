@@ -34,7 +34,6 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
             for index, handle in enumerate(handles):
                 while handle.can_read():
                     watch.add(index, sum(len(output.generated_ids) for output in handle.read().values()))
-            watch.step_done()
         return watch.timing()
 
     return generate, {name: version(name) for name in ("openvino-genai", "openvino")}

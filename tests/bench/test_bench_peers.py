@@ -20,27 +20,43 @@ from recipes import RECIPES
 PEERS = Path(__file__).resolve().parents[2] / "bench" / "peers"
 
 
-def test_stopwatch_splits_at_the_moment_all_have_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 1.0, 3.0, 4.0, 6.0])
+def timed(monkeypatch: pytest.MonkeyPatch, num_sequences: int, events: list[tuple[float, int]]) -> protocol.Timing:
+    """The timing of tokens that come as (moment, sequence); the clock starts at 0."""
+    moments = iter([0.0, *(moment for moment, _ in events)])
     monkeypatch.setattr(protocol.time, "perf_counter", lambda: next(moments))
-    watch = protocol.Stopwatch(2)
-    for tokens in ((1, 0), (1, 1), (1, 1), (0, 2)):
-        for sequence, count in enumerate(tokens):
-            watch.add(sequence, count)
-        watch.step_done()
-    assert watch.timing() == protocol.Timing(prefill_s=3.0, decode_s=3.0, decode_tokens=4)
+    watch = protocol.Stopwatch(num_sequences)
+    for _, sequence in events:
+        watch.add(sequence)
+    return watch.timing()
 
 
-def test_a_sequence_without_a_token_is_an_error() -> None:
-    watch = protocol.Stopwatch(2)
-    watch.add(0)
-    watch.step_done()
+def test_decode_lasts_while_all_sequences_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 0 begins while 1's prompt is still read, and ends first; 1 is alone from then on
+    events = [(1.0, 0), (3.0, 0), (3.0, 1), (4.0, 0), (4.0, 1), (6.0, 0), (6.0, 1), (6.5, 1), (7.0, 1)]
+    expected = protocol.Timing(prefill_s=3.0, decode_s=3.0, decode_tokens=4)
+    assert timed(monkeypatch, 2, events) == expected
+    reported_in_other_order = [(1.0, 0), (3.0, 1), (3.1, 0), (4.0, 1), (4.1, 0), (6.0, 1), (6.1, 0), (6.5, 1), (7.0, 1)]
+    assert timed(monkeypatch, 2, reported_in_other_order) == expected
+
+
+def test_whole_steps_count_for_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 2.0, 3.0, 5.0])
+    monkeypatch.setattr(protocol.time, "perf_counter", lambda: next(moments))
+    watch = protocol.Stopwatch(3)
+    for _ in range(3):
+        watch.add_step()
+    assert watch.timing() == protocol.Timing(prefill_s=2.0, decode_s=3.0, decode_tokens=6)
+
+
+def test_what_cannot_be_timed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="only 1 of 2"):
-        watch.timing()
+        timed(monkeypatch, 2, [(1.0, 0)])
+    with pytest.raises(RuntimeError, match="ended before the last one began; raise --new-tokens"):
+        timed(monkeypatch, 2, [(1.0, 0), (2.0, 0), (3.0, 1), (4.0, 1)])
 
 
 def test_every_recipe_expands_and_has_its_runner() -> None:
-    names = dict.fromkeys(("python", "bin", "hf", "out", "here", "source"), "X")
+    names = dict.fromkeys(("python", "bin", "hf", "out", "here", "source", "jobs"), "X")
     for recipe in RECIPES:
         assert (PEERS / recipe.script).is_file(), recipe.name
         for precision in ("int4", "int8"):
@@ -60,7 +76,7 @@ def test_our_runner_follows_the_protocol(tiny_engine: object) -> None:
 
 def test_table_and_ratios() -> None:
     def contestant(name: str, runs: list[dict[str, object]]) -> compare.Contestant:
-        made = compare.Contestant(name, "int4", Path("p"), Path("s"), Path("m"), 2)
+        made = compare.Contestant(name, "int4", Path("p"), Path("s"), Path("m"), 2, 33)
         made.runs = runs
         return made
 
