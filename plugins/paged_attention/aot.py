@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import io
 import os
@@ -44,6 +45,11 @@ def source_sha256() -> str:
         assert spec is not None and spec.origin is not None
         digest.update(Path(spec.origin).read_bytes())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def compiler() -> str:
+    return f"triton {importlib.metadata.version('triton')}"
 
 
 def parse_report(log: str) -> tuple[int, int]:
@@ -111,7 +117,7 @@ def _compile(spec: KernelSpec, arch: int, max_registers: int | None) -> KernelBi
         shared_bytes=metadata.shared,
         registers=registers,
         spill_bytes=spill_bytes,
-        compiler=f"triton {triton.__version__}",
+        compiler=compiler(),
         source_sha256=source_sha256(),
         sha256=hashlib.sha256(cubin).hexdigest(),
         cubin=cubin,
@@ -139,8 +145,8 @@ def build_one(spec: KernelSpec, arch: int, out: Path) -> str:
     started = time.perf_counter()
     try:
         binary = cubins.load(out, arch, spec.name)
-        kept = binary.source_sha256, binary.constants, binary.num_warps, binary.num_stages
-        current = kept == (source_sha256(), dict(spec.constants), spec.num_warps, spec.num_stages)
+        kept = binary.source_sha256, binary.compiler, binary.constants, binary.num_warps, binary.num_stages
+        current = kept == (source_sha256(), compiler(), dict(spec.constants), spec.num_warps, spec.num_stages)
     except (FileNotFoundError, ValueError):
         current = False
     if not current:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,11 +44,19 @@ class KernelBinary:
 def save(binary: KernelBinary, directory: Path) -> Path:
     folder = directory / f"sm{binary.arch}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{binary.name}.cubin").write_bytes(binary.cubin)
+    _replace(folder / f"{binary.name}.cubin", binary.cubin)
     facts = {key: value for key, value in dataclasses.asdict(binary).items() if key != "cubin"}
     path = folder / f"{binary.name}.json"
-    path.write_text(json.dumps({"format": FORMAT, **facts}, indent=2) + "\n", encoding="utf-8")
+    _replace(path, (json.dumps({"format": FORMAT, **facts}, indent=2) + "\n").encode())
     return path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Whole or not at all: builds share a directory."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+        file.write(content)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
 
 
 def load(directory: Path, arch: int, name: str) -> KernelBinary:

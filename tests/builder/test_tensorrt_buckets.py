@@ -18,6 +18,7 @@ from builder.targets.buckets import decode_buckets, profiles, token_buckets
         (4, (1, 2, 4)),
         (7, (1, 2, 4, 7)),
         (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),  # never a size above the maximum
         (32, (1, 2, 4, 8, 16, 24, 32)),
         (33, (1, 2, 4, 8, 16, 24, 32, 33)),
     ],

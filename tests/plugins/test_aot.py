@@ -71,13 +71,15 @@ def test_a_second_run_compiles_nothing(compiled):
     assert {path: path.stat().st_mtime_ns for path in compiled.rglob("*.cubin")} == files
 
 
-@pytest.mark.parametrize("change", ["nothing", "sources", "constants", "warps", "stages"])
+@pytest.mark.parametrize("change", ["nothing", "sources", "compiler", "constants", "warps", "stages"])
 def test_a_kernel_is_kept_only_while_nothing_changed(tmp_path, monkeypatch, change):
     spec = matrix.plan(64)
     digest = hashlib.sha256(b"x").hexdigest()
-    old = KernelBinary(spec.name, 80, "k", (), dict(spec.constants), 4, 0, 16, 0, "", aot.source_sha256(), digest, b"x")
+    old = KernelBinary(spec.name, 80, "k", (), dict(spec.constants), 4, 0, 16, 0, "triton 3", aot.source_sha256(), digest, b"x")
+    monkeypatch.setattr(aot, "compiler", lambda: "triton 3")
     stale: dict = {
         "sources": {"source_sha256": "older"},
+        "compiler": {"compiler": "triton 2"},
         "constants": {"constants": {"TILE": 32}},
         "warps": {"num_warps": 8},
         "stages": {"num_stages": 2},
@@ -99,6 +101,22 @@ def test_an_altered_or_missing_cubin_is_refused(compiled, tmp_path):
         cubins.load(tmp_path, 90, "plan_t64")
     with pytest.raises(FileNotFoundError, match="--arch sm89"):
         cubins.load(tmp_path, 89, "plan_t64")
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Builds that run at the same time share the cache."""
+    binary = KernelBinary("k", 90, "k", (), {}, 4, 0, 16, 0, "", "", hashlib.sha256(b"x").hexdigest(), b"x")
+    cubins.save(binary, tmp_path)
+    seen = []
+
+    def replace(source, target):
+        seen.append((os.path.basename(target), cubins.load(tmp_path, 90, "k").cubin))
+        return os.rename(source, target)
+
+    monkeypatch.setattr(cubins.os, "replace", replace)
+    cubins.save(binary, tmp_path)
+    assert seen == [("k.cubin", b"x"), ("k.json", b"x")]
+    assert sorted(path.name for path in (tmp_path / "sm90").iterdir()) == ["k.cubin", "k.json"]
 
 
 def test_another_format_is_refused(tmp_path):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from fake_tensorrt import (
     BLOCK,
+    MAX_NUM_SEQS,
+    NUM_BLOCKS,
     VOCAB,
     WIDTH,
     Rig,
@@ -196,6 +198,34 @@ def test_whole_requests_through_the_loop_give_the_tokens_of_the_paper_model(rig:
     assert set(rig.engine.shapes_run) <= set(SHAPES)
     assert rig.gpu.used_bytes() == loaded, "a step allocated memory"
     assert scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [100, 64])
+def test_more_requests_than_the_top_bucket_and_prompts_as_long_as_can_be(rig: Rig, max_num_batched_tokens: int) -> None:
+    """Whole or in chunks, every shape is within a profile; what does not fit a sequence never reaches the executor."""
+    longest = BLOCK * WIDTH
+    executor = rig.executor()
+    scheduler = make_scheduler(NUM_BLOCKS, BLOCK, max_num_batched_tokens, max_num_seqs=MAX_NUM_SEQS, max_model_len=longest)
+    recorder = Recorder()
+    builder = BatchBuilder(BLOCK, max_num_batched_tokens)
+    loop = Loop(executor, scheduler, FakeSampler(VOCAB), builder, recorder)  # type: ignore[arg-type]
+    rig.engine.shapes_run.clear()
+    short = [make_request(f"r{number}", [number], max_tokens=4) for number in range(MAX_NUM_SEQS + 1)]
+    prompt = [number % VOCAB for number in range(longest - 1)]
+    long = make_request("long", prompt, max_tokens=5)
+    longer = make_request("longer", [*prompt, 1], max_tokens=1)
+    for request in (*short, long, longer):
+        loop.submit(request)
+    for _ in range(100):
+        if not loop.step() and not scheduler.has_work:
+            break
+    for request, tokens in [*((each, 4) for each in short), (long, 1)]:
+        assert request.finish_reason is FinishReason.LENGTH, request.error
+        assert recorder.tokens[request] == expected_tokens(list(request.prompt_token_ids), tokens, VOCAB, 0)
+    assert longer.finish_reason is FinishReason.ERROR
+    assert f"has {longest} tokens but max_model_len={longest} leaves room for {longest - 1}" in str(longer.error)
+    assert (MAX_NUM_SEQS,) * 3 in rig.engine.shapes_run
+    assert set(rig.engine.shapes_run) <= set(SHAPES)
 
 
 def test_copied_blocks_hold_what_their_sources_held_in_every_layer(rig: Rig) -> None:
