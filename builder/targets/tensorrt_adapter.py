@@ -67,7 +67,7 @@ class BuiltPlan:
 @dataclass(frozen=True)
 class BuildOptions:
     workspace_bytes: int | None = None  # None: as much as there is
-    timing_cache: Path | None = None  # read when it exists, then written
+    timing_cache: Path | None = None  # read when it exists, then written; by tensorrt only
     optimization_level: int = 3  # 0 to 5
     detailed: bool = False  # keep layer names in the plan, for profilers
 
@@ -82,6 +82,11 @@ class Adapter:
     @property
     def version(self) -> str:
         return str(self.trt.__version__)
+
+    @property
+    def keeps_timings(self) -> bool:
+        """TensorRT-RTX times nothing when it builds; its timing cache is deprecated since 1.2 and does nothing."""
+        return self.target != TENSORRT_RTX
 
     def build(
         self, onnx: Path, plan: Path, profiles: Sequence[Profile], *, blocks_per_seq: int, arch: str, options: BuildOptions
@@ -103,7 +108,8 @@ class Adapter:
         config.profiling_verbosity = verbosity.DETAILED if options.detailed else verbosity.LAYER_NAMES_ONLY
         if options.workspace_bytes is not None:
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
-        self._read_timing_cache(config, options.timing_cache)
+        timings = options.timing_cache if self.keeps_timings else None
+        self._read_timing_cache(config, timings)
         for profile in profiles:
             self._add_profile(config, profile, blocks_per_seq)
         start = time.perf_counter()
@@ -113,7 +119,7 @@ class Adapter:
             reasons = "; ".join(self._log.errors[:3]) or "it gives no reason"
             raise BuildError(f"{trt.__name__} {self.version} cannot build for {arch}: {reasons}")
         plan.write_bytes(memoryview(serialized))
-        self._write_timing_cache(config, options.timing_cache)
+        self._write_timing_cache(config, timings)
         return BuiltPlan(facts, int(serialized.nbytes), seconds)
 
     def _choose_architecture(self, config: Any, arch: str) -> None:

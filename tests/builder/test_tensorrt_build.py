@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,80 @@ def test_plan_keeps_its_precision_and_has_a_plugin_per_layer(engines, precision)
     assert plan.stat().st_size == figures["plan_bytes"] == manifest.weight_bytes
     assert figures["build_seconds"] > 0 and report["build"]["peak_rss_bytes"] > 100 << 20
     print(f"{precision}: {figures['build_seconds']} s, peak {report['build']['peak_rss_bytes'] >> 20} MiB, {figures}")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int8-sq"])
+def test_the_other_precisions_and_the_other_architecture(tmp_path, monkeypatch, precision):
+    """Without kernels, which take most of a build's time."""
+    monkeypatch.setattr(tensorrt, "build_plan", partial(tensorrt.build_plan, with_kernels=False))
+    manifest, report = _build(tmp_path / "engine", precision, target_arch=("sm120",), calibration_samples=2)
+    ((arch, figures),) = report["plans"].items()
+    assert arch == "sm120" and figures["attention_plugins"] == NUM_LAYERS and figures["second_copies"] == 0
+    least, most = (1.99, 2.001) if precision == "bf16" else (1.0, 1.15)
+    assert least <= figures["layers_bytes_per_weight"] <= most
+    assert manifest.precision.activations == {"bf16": "bf16", "int8": "fp16", "int8-sq": "int8"}[precision]
+    assert (manifest.calibration_sha256 != "") == (precision == "int8-sq")
+
+
+def test_workspace_reaches_the_builder_and_timings_are_said_to_be_none(tmp_path, monkeypatch, capsys):
+    """TensorRT-RTX 1.7 deprecates its timing cache, which does nothing; warnings are errors here, so nothing calls it."""
+    monkeypatch.setattr(tensorrt, "build_plan", partial(tensorrt.build_plan, with_kernels=False))
+    limits, flags = [], []
+    original = Adapter._add_profile
+
+    def spy(self, config, *rest):
+        limits.append(config.get_memory_pool_limit(rtx.MemoryPoolType.WORKSPACE))
+        flags.append(config.get_flag(rtx.BuilderFlag.REQUIRE_USER_ALLOCATION))
+        original(self, config, *rest)
+
+    monkeypatch.setattr(Adapter, "_add_profile", spy)
+    config = BuildConfig(
+        str(TINY_LLAMA), tmp_path / "e", target="tensorrt-rtx", precision="fp16", target_arch=("sm89",), workspace=512 << 20,
+        timing_cache=tmp_path / "rtx.cache", max_num_seqs=2, max_num_batched_tokens=64, max_model_len=256, eval_tokens=0,
+    )  # fmt: skip
+    build(config)
+    assert limits == [512 << 20] * 2
+    assert flags == [True] * 2  # or a step that allocates would fail only when it is captured, on the GPU
+    assert "--timing-cache has no effect: TensorRT-RTX times no kernels" in capsys.readouterr().err
+    assert not (tmp_path / "rtx.cache").exists()
+
+
+class Timings:
+    """What the builder configuration of `tensorrt` has of a timing cache."""
+
+    def __init__(self, accepts=True):
+        self.accepts, self.given, self.cache = accepts, None, None
+
+    def create_timing_cache(self, serialized):
+        self.given = bytes(serialized)
+        return self
+
+    def set_timing_cache(self, cache, ignore_mismatch):
+        assert cache is self and ignore_mismatch is False
+        self.cache = cache
+        return self.accepts
+
+    def get_timing_cache(self):
+        return self.cache
+
+    def serialize(self):
+        return self.given + b" and more"
+
+
+def test_timings_are_read_and_written(tmp_path):
+    adapter, path = Adapter("tensorrt-rtx"), tmp_path / "timings" / "a.cache"
+    for expected in (b"", b" and more"):
+        config = Timings()
+        adapter._read_timing_cache(config, path)
+        assert config.given == expected
+        adapter._write_timing_cache(config, path)
+    assert path.read_bytes() == b" and more and more"
+    with pytest.raises(BuildError, match=r"a\.cache is not a timing cache of tensorrt_rtx .* for this GPU; remove it"):
+        adapter._read_timing_cache(Timings(accepts=False), path)
+    untouched = Timings()
+    adapter._read_timing_cache(untouched, None)
+    adapter._write_timing_cache(untouched, None)
+    assert untouched.given is None
 
 
 def test_manifest_of_a_gpu_engine(engines):
