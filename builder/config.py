@@ -114,7 +114,8 @@ class BuildConfig:
 # What turns a checkpoint into the exported, fused graph; a change elsewhere leaves cached graphs valid.
 CANONICAL_CODE = (
     "builder/attention_hook.py", "builder/checkpoint.py", "builder/export.py", "builder/families.py", "builder/fuse",
-    "builder/normal_form.py", "builder/quantized", "builder/source.py", "plugins/paged_attention/op.py", "plugins/paged_attention/spec.py",
+    "builder/normal_form.py", "builder/quantized", "builder/source.py", "plugins/paged_attention/op.py",
+    "plugins/paged_attention/spec.py",
 )  # fmt: skip
 
 

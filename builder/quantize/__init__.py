@@ -27,12 +27,12 @@ import onnx_ir as ir
 
 from builder.observe import TensorStats
 from builder.quantize import activations, cast, fp8, gptq, ops, ranges, smoothquant, weight_only
-from builder.quantize.kept import CheckpointReport, keep, stored_limits
+from builder.quantize.kept import CheckpointReport, from_checkpoint, is_excluded, stored_limits
 from builder.quantize.scheme import SCHEMES as SCHEMES
 from builder.quantize.scheme import Scheme, scheme_of
 from builder.quantize.weight_only import Quantized
 from builder.quantize.weights import CLASSES, Weight, feeds_experts, find_weights, float_initializers, tie
-from builder.quantized.grid import Grid, Origin
+from builder.quantized.grid import Origin
 from runtime.errors import BuildError
 
 MAX_DB = 200.0  # stands for "no error at all"
@@ -168,22 +168,23 @@ def quantize(
     layers = [_layer(weight, choice, group_size, report) for weight in weights]
     if plan.weights == "int4" and group_size is None:
         widths = [layer.weight.width for layer in layers if choice.dtype(layer.weight) == "int4"]
-        stored = [layer.grid.group_size for layer in layers if layer.grid is not None and layer.grid.dtype == "int4"]
+        stored = [grid.group_size for grid in origin.grids.values() if grid.dtype == "int4"]
         group_size = weight_only.common_group_size([*widths, *(size for size in stored if size)])
         report.skipped.clear()
         layers = [_layer(weight, choice, group_size, report) for weight in weights]
-    report.checkpoint.unquantized = [weight.name for weight in weights if choice.is_excluded(weight)]
+    report.checkpoint.unquantized = [weight.name for weight in weights if is_excluded(origin, weight)]
     seen = {weight.name for weight in weights}
     for value in float_initializers(graph):
         if value.name not in seen:
             assert value.const_value is not None
             _count(report, counts, "norms", "fp32", value.const_value.size, int(value.const_value.nbytes))
     integers = [layer for layer in layers if layer.dtype not in ("fp32", "bf16")]
-    inputs = _Inputs(plan.activations, static, calibration_method, stats, integers, use_stored=not plan.smooth)
+    stored_scales = {} if plan.smooth else stored_limits(origin, [layer.weight for layer in integers], plan.activations)
+    inputs = _Inputs(plan.activations, static, calibration_method, stats, integers, stored_scales)
     for number, layer in enumerate(layers):
         assert layer.weight.value.const_value is not None
         role, size = layer.weight.role, layer.weight.value.const_value.size
-        _count(report, counts, role, layer.dtype, size, _apply(graph, layer, stats, inputs, report))
+        _count(report, counts, role, layer.dtype, size, _apply(graph, layer, stats, inputs, report, origin))
         if progress is not None:
             progress(number + 1, len(layers))
     inputs.insert(graph)
@@ -219,7 +220,7 @@ class _Choice:
         """What the weight gets, where its width allows."""
         if self.scheme.weights in ("fp32", "bf16"):
             return self.scheme.weights
-        if _keep_reason(weight) or self.is_excluded(weight):
+        if _keep_reason(weight) or is_excluded(self.origin, weight):
             return "fp32"
         if weight.name in self.overrides:
             return self.overrides[weight.name]
@@ -227,18 +228,12 @@ class _Choice:
             return "int8" if self.tables else "fp32"
         return self.scheme.weights
 
-    def is_excluded(self, weight: Weight) -> bool:
-        """Does the checkpoint, quantized elsewhere, leave this layer as it was?"""
-        return weight.role in ("attention", "mlp") and weight.name in self.origin.dense
-
 
 @dataclass(frozen=True)
 class _Layer:
     weight: Weight
     dtype: str
     group: int | None  # of int4
-    grid: Grid | None = None  # in the checkpoint
-    off_grid: str = ""  # why a weight quantized there has none
 
 
 def _layer(weight: Weight, choice: _Choice, group_size: int | None, report: QuantizationReport) -> _Layer:
@@ -250,10 +245,10 @@ def _layer(weight: Weight, choice: _Choice, group_size: int | None, report: Quan
             report.skipped[weight.name] = f"int8, not int4: no group of {wanted} or fewer divides {weight.width}"
             dtype = "int8"
     if dtype == "fp32" and choice.scheme.weights != "fp32":
-        excluded = "fp32: the checkpoint does not quantize it" if choice.is_excluded(weight) else ""
+        excluded = "fp32: the checkpoint does not quantize it" if is_excluded(choice.origin, weight) else ""
         tables = "fp32: embedding and head are not quantized unless asked for"
         report.skipped[weight.name] = _keep_reason(weight) or excluded or tables
-    return _Layer(weight, dtype, group, choice.origin.grids.get(weight.name), choice.origin.off_grid.get(weight.name, ""))
+    return _Layer(weight, dtype, group)
 
 
 class _Inputs:
@@ -266,12 +261,11 @@ class _Inputs:
         method: str,
         stats: Mapping[str, TensorStats],
         layers: list[_Layer],
-        use_stored: bool = True,
+        stored: Mapping[ir.Value, float],
     ) -> None:
-        """`use_stored`: are the inputs still those that a quantized checkpoint has scales of?"""
+        """`stored`: ranges that a quantized checkpoint brings along."""
         self.dtype, self._stats = dtype, stats
         readers: dict[ir.Value, list[ir.Node]] = {}
-        stored = stored_limits([(layer.grid, layer.weight) for layer in layers], dtype) if use_stored else {}
         for layer in layers:
             for node in (use.node for use in layer.weight.uses if use.kind != "lookup"):
                 assert node.inputs[0] is not None
@@ -318,7 +312,14 @@ def noise(sample: npt.NDArray, fed: npt.NDArray, matrix: npt.NDArray, dense: npt
     return found[0], found[1], found[2]
 
 
-def _apply(graph: ir.Graph, layer: _Layer, stats: Mapping[str, TensorStats], inputs: _Inputs, report: QuantizationReport) -> int:
+def _apply(
+    graph: ir.Graph,
+    layer: _Layer,
+    stats: Mapping[str, TensorStats],
+    inputs: _Inputs,
+    report: QuantizationReport,
+    origin: Origin,
+) -> int:
     """Returns the size in bytes."""
     weight = layer.weight
     tensor = weight.value.const_value
@@ -331,7 +332,13 @@ def _apply(graph: ir.Graph, layer: _Layer, stats: Mapping[str, TensorStats], inp
     matrix = tensor.numpy().astype(np.float32, copy=False)
     matrix = np.ascontiguousarray(matrix.T if stored_in_out else matrix)
     matrix = matrix.reshape(-1, matrix.shape[-1])  # [out, in]; the experts of a mixture one below the other
-    quantized = _quantize(layer, matrix, stats, report)
+    if layer.group is not None:
+        report.groups[weight.name] = layer.group
+    quantized = from_checkpoint(origin, weight.name, matrix, layer.dtype, layer.group, report.checkpoint)
+    if quantized is None:
+        quantized = _quantize(layer, matrix, stats, report)
+    else:
+        report.rounding[weight.name] = "checkpoint"
     if (measured := inputs.measure(layer, matrix, quantized.dense())) is not None:
         report.layers[weight.name] = measured
     weight_only.rewrite(graph, weight, quantized)
@@ -342,17 +349,6 @@ def _quantize(
     layer: _Layer, matrix: npt.NDArray[np.float32], stats: Mapping[str, TensorStats], report: QuantizationReport
 ) -> Quantized:
     name = layer.weight.name
-    if layer.group is not None:
-        report.groups[name] = layer.group
-    reason = layer.off_grid
-    if layer.grid is not None:
-        kept = keep(layer.grid, matrix, layer.dtype, layer.group)
-        if isinstance(kept, Quantized):
-            report.checkpoint.kept[name], report.rounding[name] = layer.dtype, "checkpoint"
-            return kept
-        reason = kept
-    if reason:
-        report.checkpoint.requantized[name] = reason
     if layer.dtype == "int8":
         return weight_only.int8(matrix)
     plain = fp8.quantize(matrix) if layer.group is None else weight_only.int4(matrix, layer.group)

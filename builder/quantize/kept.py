@@ -56,6 +56,23 @@ class CheckpointReport:
         }
 
 
+def from_checkpoint(
+    origin: Origin, name: str, weight: Array, dtype: str, group_size: int | None, report: CheckpointReport, *, zeros: bool = True
+) -> Quantized | None:
+    """The weight `name` [out, in] as the checkpoint stored it, where the scheme can; `report` is told either way."""
+    grid = origin.grids.get(name)
+    if grid is None:
+        if name in origin.off_grid:
+            report.requantized[name] = origin.off_grid[name]
+        return None
+    found = keep(grid, weight, dtype, group_size, zeros=zeros)
+    if isinstance(found, Quantized):
+        report.kept[name] = dtype
+        return found
+    report.requantized[name] = found
+    return None
+
+
 def keep(grid: Grid, weight: Array, dtype: str, group_size: int | None, *, zeros: bool = True) -> Quantized | str:
     """`weight` [out, in] on `grid`, as a scheme's `dtype` and groups have it; else why not.
 
@@ -77,10 +94,16 @@ def keep(grid: Grid, weight: Array, dtype: str, group_size: int | None, *, zeros
     return found
 
 
-def stored_limits(layers: Iterable[tuple[Grid | None, Weight]], dtype: str) -> dict[ir.Value, float]:
+def is_excluded(origin: Origin, weight: Weight) -> bool:
+    """Does the checkpoint, quantized elsewhere, leave this layer as it was?"""
+    return weight.role in ("attention", "mlp") and weight.name in origin.dense
+
+
+def stored_limits(origin: Origin, weights: Iterable[Weight], dtype: str) -> dict[ir.Value, float]:
     """Tensors for which every layer that reads them has a static input scale of `dtype` in the checkpoint, as a magnitude."""
     scales: dict[ir.Value, list[float]] = {}
-    for grid, weight in layers:
+    for weight in weights:
+        grid = origin.grids.get(weight.name)
         scale = grid.input_scale if grid is not None and grid.dtype == dtype else None
         for x in (use.node.inputs[0] for use in weight.uses if use.kind != "lookup"):
             assert x is not None

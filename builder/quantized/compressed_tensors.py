@@ -71,7 +71,7 @@ class CompressedTensors:
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
             unsupported(self, "a sparse weight")
         cache = config.get("kv_cache_scheme") or {}
-        self.kv_dtype = {("float", 8): "f8", ("int", 8): "i8"}.get((str(cache.get("type")), cache.get("num_bits", 8)), "")
+        self.kv_dtype = {("float", 8): "fp8", ("int", 8): "int8"}.get((str(cache.get("type")), cache.get("num_bits", 8)), "")
 
     def is_quantized(self, headers: Headers) -> bool:
         scaled = any(name in headers for name in ("weight_packed", "weight_scale", "weight_zero_point"))

@@ -68,7 +68,7 @@ class Origin:
     off_grid: Mapping[str, str] = field(default_factory=dict)  # quantized weight → why it has no grid
     dense: frozenset[str] = frozenset()  # matrices stored unquantized beside quantized ones
     excludes_head: bool = False  # by name, in the checkpoint's configuration
-    kv_dtype: str = ""  # of kv_scales: f8, i8
+    kv_dtype: str = ""  # of kv_scales: fp8, int8
     kv_scales: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)  # layer → of keys, of values; one, or one per head
 
     def fused(self, parts: Mapping[str, Sequence[str]]) -> Origin:

@@ -60,7 +60,7 @@ class Format(Protocol):
 
     @property
     def kv_dtype(self) -> str:
-        """Of the scales for a KV cache: f8, i8; empty when there are none."""
+        """Of the scales for a KV cache: fp8, int8; empty when there are none."""
 
 
 def unsupported(fmt: Format, what: str) -> NoReturn:

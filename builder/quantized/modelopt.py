@@ -76,7 +76,7 @@ class ModelOpt:
         cache = config.get("kv_cache_quant_algo")
         if cache is None and isinstance(config.get("kv_cache_scheme"), Mapping):
             cache = "FP8" if config["kv_cache_scheme"].get("type") == "float" else "INT8"
-        self.kv_dtype = {"FP8": "f8", "INT8": "i8"}.get(str(cache).upper(), "")
+        self.kv_dtype = {"FP8": "fp8", "INT8": "int8"}.get(str(cache).upper(), "")
 
     def is_quantized(self, headers: Headers) -> bool:
         scaled = any(name in headers for name in ("weight_scale", "pre_quant_scale"))

@@ -22,6 +22,7 @@ from builder import calibration, calibration_data
 from builder.config import BuildConfig
 from builder.fuse.graph import is_op
 from builder.observe import Progress, TensorStats
+from builder.quantized.grid import Origin
 from builder.targets import tensorrt_quantize
 from builder.targets.tensorrt_lower import KVScales
 from plugins.paged_attention.op import DOMAIN, PAGED_ATTENTION
@@ -46,10 +47,15 @@ def calibrate(
     model: ir.Model,
     kinds: Sequence[str],
     *,
+    origin: Origin | None = None,
     num_threads: int,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Runs nothing when nothing is needed. `model` is the graph in `canonical`, unquantized; `kinds` of keys and values."""
+    """Runs nothing when nothing is needed.
+
+    `model`    the graph in `canonical`, unquantized
+    `origin`   its scales of a KV cache of these `kinds` of keys and values come before measured ones
+    """
     scheme = tensorrt_quantize.SCHEMES[config.precision]
     has_scales = any(kind in LARGEST for kind in kinds)
     if (scheme.activations or has_scales) and not config.calibration_samples:
@@ -82,7 +88,9 @@ def calibrate(
             for value, kind in zip(node.inputs[1:3], kinds, strict=True)
             if value is not None
         )
-        scales[node.attributes.get_int("layer", 0)] = (key, value)
+        layer = node.attributes.get_int("layer", 0)
+        stored = (origin or Origin()).cache_scales(layer, kinds, len(key))
+        scales[layer] = (key if stored[0] is None else stored[0], value if stored[1] is None else stored[1])
     return Calibration(found.stats, scales, found.sha256 if needed else "")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from builder.config import BuildConfig
+from builder.quantized.grid import Origin
 from builder.stages import Stages
 from builder.targets import tensorrt, tensorrt_quantize
 from builder.targets.compiled import Compiled
@@ -49,12 +50,14 @@ def compile_engine(
     if config.timing_cache is not None and config.target == TENSORRT_RTX:
         stages.note("--timing-cache has no effect: TensorRT-RTX times no kernels when it builds, it compiles them when it runs")
     model = ir.load(canonical / "model.onnx")
+    origin = Origin.load(canonical)
     with stages("quantize"):
         calibration = calibrate(
             config,
             canonical,
             model,
             [tensorrt.KINDS[each] for each in kv],
+            origin=origin,
             num_threads=len(os.sched_getaffinity(0)),
             progress=stages.progress,
         )
@@ -68,6 +71,7 @@ def compile_engine(
             calibration_method=config.calibration_method,
             stats=calibration.stats,
             overrides=overrides,
+            origin=origin,
             keep_values=bool(calibration.kv_scales),
             progress=stages.progress,
         )

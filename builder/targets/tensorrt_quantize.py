@@ -38,9 +38,11 @@ from builder.quantize import (
     smoothquant,
     weight_only,
 )
+from builder.quantize.kept import CheckpointReport, from_checkpoint, is_excluded, stored_limits
 from builder.quantize.scheme import Scheme
 from builder.quantize.weight_only import Quantized
 from builder.quantize.weights import CLASSES, Weight, add_initializer, feeds_experts, find_weights, float_initializers, tie
+from builder.quantized.grid import Origin
 from plugins.paged_attention.op import PAGED_ATTENTION
 from runtime.errors import BuildError
 
@@ -84,6 +86,7 @@ def quantize(
     calibration_method: str = "max",
     stats: Mapping[str, TensorStats] | None = None,
     overrides: Mapping[str, str] | None = None,
+    origin: Origin | None = None,
     keep_values: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizationReport:
@@ -94,6 +97,7 @@ def quantize(
     stats         by name of `activation_names`: needed for fp8 and int8-sq; with second moments fp8 and int4 round by GPTQ; with
                   samples the report has each layer's signal-to-noise ratio
     overrides     weight → a wider type than the precision's: int8, or fp16 for whichever 16-bit type it is
+    origin        how the checkpoint was quantized; grids with zero points are rounded anew
     keep_values   SmoothQuant leaves attention's values as they are, since scales of their pools were calibrated before it
     progress      called with (weights done, of how many)
 
@@ -101,8 +105,10 @@ def quantize(
     """
     scheme = SCHEMES[precision]
     graph = model.graph
-    job = _Job(graph, scheme, narrow, calibration_method, dict(stats or {}), dict(overrides or {}), QuantizationReport(precision))
-    job.head = scheme.tables if head is None else head
+    origin = origin or Origin()
+    report = QuantizationReport(precision, checkpoint=CheckpointReport.of(origin))
+    job = _Job(graph, scheme, narrow, calibration_method, dict(stats or {}), dict(overrides or {}), origin, report)
+    job.head = scheme.tables and not origin.excludes_head if head is None else head
     if scheme.smooth:
         skip = {weight.name for weight in find_weights(graph) if keep_values and _reads_attention(weight)} | set(job.overrides)
         job.stats = smoothquant.smooth(graph, job.stats, static=True, method=calibration_method, skip=frozenset(skip))
@@ -111,13 +117,18 @@ def quantize(
     weights = [part for weight in find_weights(graph) for part in (_by_use(graph, weight) if job.head else (weight,))]
     job.group_size = group_size
     if scheme.weights == "int4" and group_size is None:
-        job.group_size = weight_only.common_group_size(w.width for w in weights if job.dtype(w) == "int4")
+        stored = [grid.group_size for grid in origin.grids.values() if grid.dtype == "int4" and grid.group_size]
+        job.group_size = weight_only.common_group_size([*(w.width for w in weights if job.dtype(w) == "int4"), *stored])
+    if scheme.activations and not scheme.smooth:
+        rounded = [w for w in weights if w.role in ("attention", "mlp") and job.dtype(w) != narrow]
+        job.limits = stored_limits(origin, rounded, scheme.activations)
+    if scheme.weights not in _NARROW:
+        report.checkpoint.unquantized = [weight.name for weight in weights if is_excluded(origin, weight)]
     for number, weight in enumerate(weights):
         job.apply(weight)
         if progress is not None:
             progress(number + 1, len(weights))
     job.round_inputs()
-    report = job.report
     report.group_size = min(report.groups.values(), default=0)
     seen = {weight.name for weight in find_weights(graph)}
     for value in float_initializers(graph):
@@ -138,14 +149,16 @@ class _Job:
     method: str
     stats: dict[str, TensorStats]
     overrides: dict[str, str]
+    origin: Origin
     report: QuantizationReport
     head: bool = False
     group_size: int | None = None
+    limits: dict[ir.Value, float] = field(default_factory=dict)  # ranges of inputs that the checkpoint brings along
     readers: dict[ir.Value, list[ir.Node]] = field(default_factory=dict)  # a layer's input → layers that read it rounded
 
     def dtype(self, weight: Weight) -> str:
         """What the weight gets, where its width allows."""
-        if weight.role == "embedding" or _keep_reason(weight):
+        if weight.role == "embedding" or _keep_reason(weight) or is_excluded(self.origin, weight):
             return self.narrow
         if weight.role == "lm_head":
             return "int8" if self.head else self.narrow
@@ -155,7 +168,8 @@ class _Job:
     def apply(self, weight: Weight) -> None:
         size, dtype = _size(weight), self.dtype(weight)
         if dtype == self.narrow:
-            if self.scheme.weights not in _NARROW and (reason := _keep_reason(weight)):
+            excluded = "16 bit: the checkpoint does not quantize it" if is_excluded(self.origin, weight) else ""
+            if self.scheme.weights not in _NARROW and (reason := _keep_reason(weight) or excluded):
                 self.report.skipped[weight.name] = reason
             _count(self.report, weight.role, dtype, size, _NARROW_BYTES * size)
             return
@@ -174,9 +188,13 @@ class _Job:
         _count(self.report, weight.role, dtype, size, int(quantized.q.nbytes) + _NARROW_BYTES * quantized.scale.size)
 
     def _rounded(self, weight: Weight, dtype: str, matrix: npt.NDArray[np.float32]) -> Quantized:
+        group = self.report.groups.get(weight.name, 0)
+        stored = from_checkpoint(self.origin, weight.name, matrix, dtype, group, self.report.checkpoint, zeros=False)
+        if stored is not None:
+            self.report.rounding[weight.name] = "checkpoint"
+            return stored
         if dtype == "int8":
             return weight_only.int8(matrix)
-        group = self.report.groups.get(weight.name, 0)
         plain = weight_only.int4(matrix, group) if group else fp8.quantize(matrix)
         found = self.stats.get(str(_layer_input(weight.uses[0].node).name))
         if found is None or found.hessian is None or np.allclose(plain.dense(), matrix, rtol=1e-6, atol=1e-9):
@@ -201,13 +219,17 @@ class _Job:
                 raise BuildError(f"no calibrated range for {x.name}; calibrate the tensors of activation_names")
         if stats is not None and stats.sample.size:
             sample = stats.sample
-            fed = activations.rounded(sample, rounds, limit=ranges.limit(stats, self.method, rounds)) if rounds else sample
+            fed = activations.rounded(sample, rounds, limit=self._limit(x)) if rounds else sample
             self.report.layers[weight.name] = LayerReport(dtype, *noise(sample, fed, matrix, quantized.dense()))
 
     def round_inputs(self) -> None:
         for x, readers in self.readers.items():
-            limit = ranges.limit(self.stats[str(x.name)], self.method, self.scheme.activations)
-            activations.insert(self.graph, x, list(dict.fromkeys(readers)), self.scheme.activations, limit=limit)
+            activations.insert(self.graph, x, list(dict.fromkeys(readers)), self.scheme.activations, limit=self._limit(x))
+
+    def _limit(self, x: ir.Value) -> float:
+        if x in self.limits:
+            return self.limits[x]
+        return ranges.limit(self.stats[str(x.name)], self.method, self.scheme.activations)
 
 
 def _layer_input(node: ir.Node) -> ir.Value:
