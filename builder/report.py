@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,20 @@ def _emulated(report: Mapping[str, Any]) -> str:
     return " (emulated: judges accuracy, not speed)" if report.get("compiled", {}).get("emulated") else ""
 
 
+def _checkpoint(stored: Mapping[str, Any]) -> str:
+    """What became of the weights of a quantized checkpoint."""
+    parts = [f"{stored['kept']} on its own grid"]
+    if reasons := Counter(stored["requantized"].values()):
+        parts.append(
+            f"{reasons.total()} rounded anew (" + "; ".join(f"{count}: {why}" for why, count in reasons.most_common()) + ")"
+        )
+    if stored["dequantized"]:
+        parts.append(f"{stored['dequantized']} dequantized")
+    if stored["unquantized"]:
+        parts.append(f"{len(stored['unquantized'])} left unquantized as there")
+    return f"{stored['num_weights']} weights quantized by {stored['format']}: " + ", ".join(parts)
+
+
 def summary(report: Mapping[str, Any]) -> str:
     """The lines `builder build` and `builder inspect` print."""
     model, weights, memory = report["model"], report["weights"], report["memory"]
@@ -85,6 +100,8 @@ def summary(report: Mapping[str, Any]) -> str:
         f"{memory['kv_bytes_per_sequence'] / 1e6:.1f} MB per sequence of {memory['max_model_len']} tokens",
     ]
     accuracy = report.get("accuracy") or {}
+    if stored := weights.get("checkpoint"):
+        lines.append(f"checkpoint  {_checkpoint(stored)}")
     worst = list((weights.get("layers") or {}).items())[:3]
     if worst:
         lines.append("noisiest    " + ", ".join(f"{name} {layer['sqnr_db']:.1f} dB" for name, layer in worst))
