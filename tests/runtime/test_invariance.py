@@ -40,12 +40,18 @@ def test_tokens_do_not_depend_on_company_chunks_or_cache(engine: Path) -> None:
         assert [c.token_ids for c in llm.generate(prompts, PARAMS)] == alone
     with LLM(engine, num_blocks=128, enable_prefix_caching=False, max_num_batched_tokens=40, max_num_seqs=8) as llm:
         assert [c.token_ids for c in llm.generate(prompts, PARAMS)] == alone
-        outputs: dict[int, list[int]] = {0: [], 1: []}
-        results: queue.SimpleQueue[Output] = queue.SimpleQueue()
-        llm.engine.submit(prompts[4], PARAMS, n=2, on_output=results.put)
-        ends = 0
-        while ends < 2:
-            output = results.get(timeout=60)
-            outputs[output.index] += output.token_ids
-            ends += output.finish_reason is not None
-        assert outputs == {0: list(alone[4]), 1: list(alone[4])}
+        for prompt, expected in zip(prompts, alone, strict=True):
+            assert forked(llm, prompt) == {0: list(expected), 1: list(expected)}
+
+
+def forked(llm: LLM, prompt: list[int]) -> dict[int, list[int]]:
+    """The tokens of two sequences of one request."""
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    results: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    llm.engine.submit(prompt, PARAMS, n=2, on_output=results.put)
+    ends = 0
+    while ends < 2:
+        output = results.get(timeout=60)
+        tokens[output.index] += output.token_ids
+        ends += output.finish_reason is not None
+    return tokens
