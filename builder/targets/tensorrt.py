@@ -24,10 +24,10 @@ from builder.targets.buckets import Profile, decode_buckets, profiles
 from builder.targets.tensorrt_adapter import MODULES, RTX_ARCHITECTURES, TENSORRT_RTX, Adapter, BuildOptions, BuiltPlan
 from builder.targets.tensorrt_check import Stored, bytes_per_weight, check_plan
 from builder.targets.tensorrt_lower import KVScales, Lowered, lower
-from builder.targets.tensorrt_types import narrow
+from builder.targets.tensorrt_types import narrow, plugin_spec
 from plugins.paged_attention import tensorrt as plugin
 from plugins.paged_attention import tensorrt_op
-from plugins.paged_attention.tensorrt_step import StepShape, step_launches
+from plugins.paged_attention.tensorrt_step import StepShape, step_launches, workspace_bytes
 from plugins.paged_attention.tuning import ARCHITECTURES, KV_BYTES
 from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
 from runtime.errors import BuildError, FusionMismatch
@@ -149,6 +149,7 @@ def build_plan(
             for node in attention_nodes(graph):
                 for name, value in tensorrt_kernels.attributes(occupied, node.attributes.get_int("head_dim", 0)).items():
                     node.attributes[name] = ir.AttrInt64(name, value)
+        _check_workspace(options, arch, attention_workspace(graph, narrow_dtype, arch, shapes, blocks_per_seq))
         ir.save(graph, path)
         plugin.register(adapter.trt, arch=int(arch.removeprefix("sm")))
         file = plan_dir / f"{arch}.plan"
@@ -187,6 +188,23 @@ def build_plan(
 
 def attention_nodes(graph: ir.Model) -> list[ir.Node]:
     return [node for node in graph.graph if node.domain == tensorrt_op.NODE_DOMAIN and node.op_type == tensorrt_op.NAME]
+
+
+def attention_workspace(graph: ir.Model, dtype: str, arch: str, shapes: Sequence[Profile], blocks_per_seq: int) -> int:
+    """The most that an attention plugin asks for in any of the profiles."""
+    largest = [StepShape(shape.num_tokens[-1], shape.num_seqs[-1], blocks_per_seq) for shape in shapes]
+    number = int(arch.removeprefix("sm"))
+    return max(workspace_bytes(plugin_spec(node), dtype, number, each) for node in attention_nodes(graph) for each in largest)
+
+
+def _check_workspace(options: BuildOptions | None, arch: str, needed: int) -> None:
+    """Given less, TensorRT-RTX 1.7 does not refuse: it corrupts its heap."""
+    limit = options.workspace_bytes if options else None
+    if limit is not None and limit < needed:
+        raise BuildError(
+            f"--workspace is {limit} bytes but the attention of the largest step needs {needed} on {arch}; give at least "
+            f"{-(-needed // (1 << 20))}M, lower --max-num-batched-tokens, or leave it out"
+        )
 
 
 def kv_bytes_per_token(spec: ModelSpec, kinds: Sequence[str]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -91,6 +93,12 @@ def test_workspace_reaches_the_builder_and_timings_are_said_to_be_none(tmp_path,
     build(config)
     assert limits == [512 << 20] * 2
     assert flags == [True] * 2  # or a step that allocates would fail only when it is captured, on the GPU
+    with pytest.raises(
+        BuildError, match=r"--workspace is 65536 bytes but .* step needs (\d+) on sm89; give at least (\d+)M"
+    ) as refused:
+        build(dataclasses.replace(config, output=tmp_path / "less", workspace=1 << 16), quiet=True)
+    least = int(re.search(r"at least (\d+)M", str(refused.value))[1])
+    build(dataclasses.replace(config, output=tmp_path / "least", workspace=least << 20), quiet=True)
     assert "--timing-cache has no effect: TensorRT-RTX times no kernels" in capsys.readouterr().err
     assert not (tmp_path / "rtx.cache").exists()
 
