@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime import __version__
 from runtime.contract import Manifest, check_library
 from runtime.errors import EngineError, ManifestMismatch
 from runtime.executors.cuda import Cuda, cuda_runtime
@@ -56,9 +57,10 @@ def check_gpu(manifest: Manifest, cuda: Cuda) -> int:
 
 def check_plugin(manifest: Manifest, sha256: str) -> None:
     if manifest.plugin_sha256 != sha256:
+        other = f", or install forgeline=={manifest.forgeline_version}" if manifest.forgeline_version != __version__ else ""
         raise ManifestMismatch(
             f"the engine was built with attention plugin {manifest.plugin_sha256[:12] or 'none'} but this version of forgeline "
-            f"has {sha256[:12]}; rebuild the engine, or install forgeline=={manifest.forgeline_version}"
+            f"has {sha256[:12]}; rebuild the engine{other}"
         )
 
 

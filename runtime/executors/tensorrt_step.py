@@ -8,7 +8,8 @@ The vectors are packed against `split` from below, so that they and the changed 
 table stays on the device: rows that did not change since the last step are not sent, which is most steps of decoding. Addresses
 depend on the shape only, never on the step.
 
-Padding      tokens of slot -1 that belong to sequences of length 0: kernels store nothing for them and give them zeros
+Padding      tokens of slot -1 that belong to sequences of length 0: kernels store nothing for them and give them zeros. With no
+             sequence left they belong to none, and their rows hold anything: no layer mixes rows, and no logits are taken there
 Staging      two pinned buffers in turn: the host fills one while the copy out of the other may be under way
 Alignment    256 bytes, as TensorRT asks of its tensors
 """

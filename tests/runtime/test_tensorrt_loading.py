@@ -22,6 +22,7 @@ from fake_tensorrt import (
 
 from builder.targets.buckets import token_buckets
 from plugins.paged_attention import tensorrt as plugin
+from runtime import __version__
 from runtime.config import ResolvedConfig, RuntimeConfig, resolve
 from runtime.contract import KVSpec, Manifest
 from runtime.driver import read_driver
@@ -71,7 +72,8 @@ def test_a_context_that_cannot_be_captured_runs_without_a_graph(
     "facts, gpu, error, message",
     [
         ({"libraries": {"tensorrt": "11.3.0"}}, {}, ManifestMismatch, r"built with tensorrt 11\.3\.0 but 11\.4\.0 is installed"),
-        ({"plugin_sha256": "badbad"}, {}, ManifestMismatch, r"attention plugin badbad but .* has c0ffee; rebuild"),
+        ({"plugin_sha256": "badbad", "forgeline_version": "0.0.1"}, {}, ManifestMismatch, r"badbad but .* has c0ffee; .*, or install forgeline==0\.0\.1$"),
+        ({"plugin_sha256": "badbad", "forgeline_version": __version__}, {}, ManifestMismatch, r"has c0ffee; rebuild the engine$"),
         ({}, {"num_devices": 0}, EngineError, r"needs an NVIDIA GPU \(sm80, sm89\) but CUDA finds none"),
         ({}, {"capability": 90}, ManifestMismatch, r"for sm80, sm89 but this GPU, Paper GPU, is sm90; .*--target-arch sm90"),
         ({"weight_bytes": 9 << 30}, {}, ManifestMismatch, r"weights need 9216 MiB but 7936 of the GPU's 8192 MiB are free"),
