@@ -68,11 +68,14 @@ def test_a_context_that_cannot_be_captured_runs_without_a_graph(
     assert "without a CUDA graph" in caplog.text
 
 
+OLDER = {"plugin_sha256": "badbad", "forgeline_version": "0.0.1"}
+
+
 @pytest.mark.parametrize(
     "facts, gpu, error, message",
     [
         ({"libraries": {"tensorrt": "11.3.0"}}, {}, ManifestMismatch, r"built with tensorrt 11\.3\.0 but 11\.4\.0 is installed"),
-        ({"plugin_sha256": "badbad", "forgeline_version": "0.0.1"}, {}, ManifestMismatch, r"badbad but .* has c0ffee; .*, or install forgeline==0\.0\.1$"),
+        (OLDER, {}, ManifestMismatch, r"badbad but .* has c0ffee; .*, or install forgeline==0\.0\.1$"),
         ({"plugin_sha256": "badbad", "forgeline_version": __version__}, {}, ManifestMismatch, r"has c0ffee; rebuild the engine$"),
         ({}, {"num_devices": 0}, EngineError, r"needs an NVIDIA GPU \(sm80, sm89\) but CUDA finds none"),
         ({}, {"capability": 90}, ManifestMismatch, r"for sm80, sm89 but this GPU, Paper GPU, is sm90; .*--target-arch sm90"),
