@@ -121,6 +121,7 @@ class TensorRTExecutor:
         self._started: deque[_Started] = deque()
         self._num_steps = 0
         self._capture_all()
+        self._loaded.kernels.save()
 
     # ------------------------------------------------------------------------------------------------------ loading
 

@@ -21,6 +21,7 @@ from runtime import __version__
 from runtime.contract import Manifest, check_library
 from runtime.errors import EngineError, ManifestMismatch
 from runtime.executors.cuda import Cuda, cuda_runtime
+from runtime.executors.tensorrt_jit import CompiledKernels, cache_place
 from runtime.executors.tensorrt_pools import RESERVE_BYTES, block_bytes
 
 log = logging.getLogger("forgeline.tensorrt")
@@ -88,9 +89,10 @@ def plan_path(engine_dir: Path, manifest: Manifest, capability: int) -> Path:
 class LoadedEngine:
     """A deserialized plan. Keeps alive what TensorRT keeps pointers to: runtime, logger, mapped file, reader."""
 
-    def __init__(self, trt: Any, path: Path) -> None:
+    def __init__(self, trt: Any, path: Path, kernels: CompiledKernels) -> None:
         """Weights are left to `load_weights` when the library can defer them."""
         self._trt = trt
+        self.kernels = kernels
         with open(path, "rb") as file:
             self._blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._logger = trt.Logger(trt.Logger.WARNING)
@@ -129,6 +131,7 @@ class LoadedEngine:
         if hasattr(config, "cuda_graph_strategy"):  # TensorRT-RTX: kernels for the bucket's shape now, not behind our back
             config.cuda_graph_strategy = self._trt.CudaGraphStrategy.DISABLED
             config.dynamic_shapes_kernel_specialization_strategy = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        self.kernels.attach(config)
         context = self.engine.create_execution_context(config)
         if context is None:
             raise EngineError(f"{self._trt.__name__} cannot create an execution context; the GPU may be out of memory")
@@ -201,4 +204,6 @@ def open_engine(engine_dir: Path, manifest: Manifest, backend: Backend) -> Loade
     """All checks, then the plan."""
     capability = check(manifest, backend)
     backend.register_plugin(backend.trt, engine_dir)
-    return LoadedEngine(backend.trt, plan_path(engine_dir, manifest, capability))
+    path = plan_path(engine_dir, manifest, capability)
+    checksum = manifest.checksums.get(path.relative_to(engine_dir).as_posix(), "")
+    return LoadedEngine(backend.trt, path, CompiledKernels(cache_place(checksum)))
