@@ -3,7 +3,8 @@
     paged        pools in the layout the CPU plug-in chose when the model was compiled; attention writes them in place
     plain        models whose attention is decomposed: each step returns new pools, which the next step reads
 
-Loading compiles the lowered ONNX (OpenVINO cannot cache a compiled paged-attention model); weights are memory-mapped.
+Loading compiles the lowered ONNX (OpenVINO cannot cache a compiled paged-attention model); weights are memory-mapped, and their
+pages given back when the plug-in has copied them (mapped_weights.py).
 
 Raises   ManifestMismatch when the library or the pool layout is not what the engine was built for
 """
@@ -22,6 +23,7 @@ from runtime.batch import StepInputs
 from runtime.contract import Manifest, check_library
 from runtime.errors import EngineError, ManifestMismatch
 from runtime.executors.base import StepOutput
+from runtime.executors.mapped_weights import MappedWeights
 from runtime.executors.padding import pad
 from runtime.kv_cache import KVCache, PoolLayout
 
@@ -42,7 +44,9 @@ class OpenVINOExecutor:
         self.vocab_size = manifest.model.vocab_size
         # One new token runs the decode kernel, more run the prefill kernel, and their sums differ in the last bits.
         self.min_prefill_tokens = 2
-        compiled = _compile(Path(engine_dir) / manifest.plan["model"], manifest, num_threads)
+        model = Path(engine_dir) / manifest.plan["model"]
+        compiled = _compile(model, manifest, num_threads)
+        self._weights = MappedWeights(model.parent)
         blocks = paged.pool_blocks(compiled)
         per_token = sum(block.num_bytes for block in blocks.values()) / self.block_size
         if per_token != manifest.kv_cache.bytes_per_token:
@@ -53,6 +57,7 @@ class OpenVINOExecutor:
         layouts = {name: PoolLayout(block.storage_shape, block.dtype) for name, block in blocks.items()}
         self._cache = KVCache(layouts, num_blocks + 1)  # the last block is the padding's
         self._request = compiled.create_infer_request()
+        self._weights.release()  # wide weights were copied by the compiler
         self._inputs = [name for name in contract.STEP_INPUTS if any(name in value.names for value in compiled.inputs)]
         self._logits = next(index for index, value in enumerate(compiled.outputs) if contract.LOGITS in value.names)
         for name, pool in self._cache.pools.items():
@@ -67,6 +72,7 @@ class OpenVINOExecutor:
         for name in self._inputs:
             request.set_tensor(name, ov.Tensor(getattr(inputs, name), shared_memory=True))
         request.infer()
+        self._weights.release_after(len(inputs.input_ids))
         logits = request.get_output_tensor(self._logits).data
         return StepOutput(logits, logits.argmax(axis=-1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,30 @@ def test_what_a_block_held_before_does_not_matter(name: str, engine: Callable[..
         pool[...] = 1e4
     dirty, _ = Sequences(executor).step({"a": LONG})
     assert np.array_equal(clean, dirty)
+
+
+def _resident_kib(directory: Path) -> int:
+    """Of the mappings of files under `directory`."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if " r--s " in line or " r-xp " in line or " rw-p " in line or " r--p " in line:
+            inside = str(directory) in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_pages_of_the_weights_file_go_back_once_they_were_copied(precision: str, exported: Any, tmp_path: Path) -> None:
+    executor = build(exported("llama"), tmp_path, precision).executor()
+    sequences = Sequences(executor)
+    before, _ = sequences.step({"a": LONG})
+    assert _resident_kib(tmp_path) == 0
+    again, _ = Sequences(executor).step({"a": LONG})  # a length that is known reads rows of the embedding, which come back
+    assert _resident_kib(tmp_path) > 0
+    assert np.array_equal(before, again)
+    sequences.step({"a": [1, 2, 3]})
+    assert _resident_kib(tmp_path) == 0
 
 
 def test_an_engine_of_another_openvino_is_refused(engine: Callable[..., Built]) -> None:
