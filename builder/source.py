@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from builder import families, quantized
+from builder.model_zoo import MODELS
 from builder.quantized.layout import Format, Header
 from runtime.contract import file_sha256
 from runtime.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
@@ -69,7 +70,10 @@ def resolve(source: str) -> Source:
             raise ModelNotFound(f"{source} is a file but not .gguf; give the model's directory, a .gguf file or a hub id")
         return Source(source, path)
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(source):
-        raise ModelNotFound(f"{source} does not exist; give a Hugging Face model directory, a .gguf file or a hub id")
+        names = ", ".join(MODELS)
+        raise ModelNotFound(
+            f"{source} does not exist; give a Hugging Face model directory, a .gguf file, a hub id or one of {names}"
+        )
     return Source(source, _download(source))
 
 

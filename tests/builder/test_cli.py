@@ -56,7 +56,7 @@ def edit_json(path: Path, **changes: object) -> None:
 
 def test_no_such_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = refuse_build(capsys, tmp_path, tmp_path / "nowhere")
-    assert "nowhere does not exist; give a Hugging Face model directory, a .gguf file" in text
+    assert "nowhere does not exist; give a Hugging Face model directory, a .gguf file, a hub id or one of smollm2-135m" in text
 
 
 def test_not_a_causal_lm(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
