@@ -121,10 +121,7 @@ def test_hash_is_of_contents_not_of_places(llama: tuple[Any, Path], copy: Path) 
 
 
 def test_no_such_path(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelNotFound,
-        match=r"nowhere does not exist; give .+, a \.gguf file, a hub id or one of smollm2-135m-instruct, ",
-    ):
+    with pytest.raises(ModelNotFound, match=r"nowhere does not exist; give .+, a hub id or one of smollm2-135m-instruct, "):
         load_checkpoint(str(tmp_path / "nowhere"))
     with pytest.raises(ModelNotFound, match=r"absent\.gguf does not exist"):
         load_checkpoint("absent.gguf")
