@@ -25,7 +25,7 @@ import onnx_ir as ir
 
 from builder.observe import TensorStats
 from builder.quantize import activations, ranges, weight_only
-from builder.quantize.weights import Weight, add_initializer, find_weights
+from builder.quantize.weights import Weight, add_initializer, feeds_experts, find_weights
 from plugins.paged_attention.op import PAGED_ATTENTION
 from runtime.errors import BuildError
 
@@ -53,6 +53,8 @@ def smooth(
     weights: dict[ir.Value, list[Weight]] = {}
     for weight in find_weights(graph):
         if weight.role in ("attention", "mlp") and [use.kind for use in weight.uses] == ["linear"]:
+            if feeds_experts(weight.uses[0].node):
+                continue  # a router is not quantized
             x = weight.uses[0].node.inputs[0]
             assert x is not None
             weights.setdefault(x, []).append(weight)

@@ -131,6 +131,18 @@ def test_smoothquant_folds_and_rounds_inputs_to_int8(observed, tmp_path):
         assert float(node.inputs[1].const_value.numpy()) * 127 == pytest.approx(stats[str(node.inputs[0].name)].amax)
 
 
+def test_smoothquant_leaves_routers_alone(exported, tmp_path):
+    path = tmp_path / "model.onnx"
+    ir.save(attach_functions(_model(exported, "mixtral")), path)
+    model = ir.load(path)
+    names = tq.activation_names(model)
+    stats = observe(path, [[int(token) for token in np.random.default_rng(5).integers(3, 100, 60)]], names, num_threads=1)
+    report = tq.quantize(model, "int8-sq", stats=stats)
+    assert report.classes["attention"].dtype == "int8" and report.classes["mlp"].dtype == "fp16"  # experts have no kernel
+    assert len(_nodes(model, "QuantizeLinear")) == len(names) == 2 * 2
+    assert sum("a router decides" in reason for reason in report.skipped.values()) == 2
+
+
 def test_layers_that_were_raised_keep_their_width_and_their_input(observed):
     path, stats = observed
     model = ir.load(path)
