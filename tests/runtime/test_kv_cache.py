@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import mmap
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -29,6 +33,32 @@ def test_pools_start_on_a_cache_line(dtype: type) -> None:
     pools = [zeros_aligned((3, 5, 7), np.dtype(dtype)) for _ in range(8)]
     assert [pool.ctypes.data % 64 for pool in pools] == [0] * 8
     assert all(pool.flags.c_contiguous and pool.flags.writeable for pool in pools)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are Linux's")
+@pytest.mark.parametrize(("num_blocks", "huge"), [(1 << 10, False), (5 << 10, True)])  # 2.5 and 12.5 MB
+def test_large_pools_ask_for_huge_pages_and_take_none_before_they_are_used(num_blocks: int, huge: bool) -> None:
+    before = resident_bytes()
+    pool = zeros_aligned((num_blocks, 2, 256, 5), np.dtype(np.uint8))
+    assert resident_bytes() - before < 1 << 20
+    assert pool.flags.writeable and not pool[-1].any()
+    assert ("hg" in memory_flags(pool.ctypes.data)) is huge
+    assert pool.ctypes.data % (2 << 20 if huge else 64) == 0
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def memory_flags(address: int) -> list[str]:
+    """VmFlags of the mapping that holds `address`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no mapping holds the address")
 
 
 def test_copied_blocks_are_identical_in_every_pool_and_no_other_block_changes() -> None:
