@@ -17,7 +17,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-STAGES = ("interpreter", "imports", "manifest and checksums", "tokenizer", "compile and pools", "threads", "first token")
+STAGES = (
+    "interpreter",
+    "imports",
+    "manifest and checksums",
+    "compile and pools",
+    "tokenizer beside it",
+    "threads",
+    "first token",
+)
 PROMPT = "The capital of France is"
 
 
@@ -45,11 +53,11 @@ def child(engine_dir: Path, spawned: float) -> dict[str, Any]:
 
     module.load_manifest = timed("manifest and checksums", module.load_manifest)
     module.load_executor = timed("compile and pools", module.load_executor)
-    tokenizer_load = timed("tokenizer", module.Tokenizer.load)
+    tokenizer_load = timed("tokenizer beside it", module.Tokenizer.load)
     module.Tokenizer.load = tokenizer_load  # type: ignore[method-assign]
     begin = time.perf_counter()
     with module.Engine.load(engine_dir, RuntimeConfig()) as engine:
-        inner = sum(seconds[name] for name in ("manifest and checksums", "tokenizer", "compile and pools"))
+        inner = seconds["manifest and checksums"] + seconds["compile and pools"]  # the tokenizer is read beside the compiling
         seconds["threads"] = time.perf_counter() - begin - inner
         begin = time.perf_counter()
         outputs: queue.SimpleQueue[module.Output] = queue.SimpleQueue()

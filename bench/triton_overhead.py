@@ -4,6 +4,7 @@ Both run the same prompts, greedy, EOS ignored, in turn, so that drift of the ma
 its own on the same cores. Prints tokens/s of each, their ratio, and how many tokens came together in one response.
 
     python bench/triton_overhead.py --model smollm2-135m-instruct --precision int8 --streams 16
+    python bench/triton_overhead.py --engine DIR --streams 32
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import engine_directory, finish, median, run_closed_loop
+from common import add_engine_options, chosen_engine, facts, finish, median, run_closed_loop
 
 from builder.data import heldout_text
 from builder.deploy import deploy
@@ -48,13 +49,11 @@ def client(port: int, texts: list[str], max_tokens: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--precision", default="int8")
+    add_engine_options(parser)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens in a response")
-    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)  # port: be the client, read the work from standard input
     options = parser.parse_args()
     if options.client is not None:
@@ -62,7 +61,7 @@ def main() -> None:
         print(json.dumps(client(options.client, work["texts"], work["max_tokens"])))
         return
 
-    directory = engine_directory(options.model, options.precision)
+    directory = chosen_engine(options).resolve()
     rates: dict[str, list[float]] = {"in_process": [], "triton": []}
     together: list[float] = []
     config = RuntimeConfig(enable_prefix_caching=False)
@@ -100,12 +99,10 @@ def main() -> None:
     ratios = [through / alone for through, alone in zip(rates["triton"], rates["in_process"], strict=True)]
     finish(
         "triton_overhead",
-        model=options.model,
-        precision=options.precision,
+        **facts(directory),
         streams=options.streams,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
-        eos_ignored=True,
         stream_interval=options.stream_interval,
         tokens_per_second={name: [round(rate, 1) for rate in values] for name, values in rates.items()},
         ratio={"median": round(median(ratios), 3), "all": [round(ratio, 3) for ratio in ratios]},
