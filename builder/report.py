@@ -70,7 +70,7 @@ def _emulated(report: Mapping[str, Any]) -> str:
 
 def _checkpoint(stored: Mapping[str, Any]) -> str:
     """What became of the weights of a quantized checkpoint."""
-    parts = [f"{stored['kept']} on its own grid"]
+    parts = [f"{stored['kept']} kept on their grid"]
     if reasons := Counter(stored["requantized"].values()):
         parts.append(
             f"{reasons.total()} rounded anew (" + "; ".join(f"{count}: {why}" for why, count in reasons.most_common()) + ")"
@@ -82,6 +82,15 @@ def _checkpoint(stored: Mapping[str, Any]) -> str:
     return f"{stored['num_weights']} weights quantized by {stored['format']}: " + ", ".join(parts)
 
 
+def _bytes_per_weight(weights: Mapping[str, Any]) -> str:
+    """Of the layers alone, which a scheme's bits promise, and of everything with the tables, which a small model has much of."""
+    tables = [name for name in ("embedding", "lm_head") if name in weights["classes"]]
+    dtypes = " and ".join(dict.fromkeys(weights["classes"][name]["dtype"] for name in tables))
+    whole = "embedding and head" if len(tables) == 2 or weights["tied_embedding"] else "embedding"
+    text = f"{weights['layers_bytes_per_weight']:.2f} bytes/weight in the layers, {weights['bytes_per_weight']:.2f}"
+    return f"{text} with the {dtypes} {whole}" if tables else f"{text} in all"
+
+
 def summary(report: Mapping[str, Any]) -> str:
     """The lines `builder build` and `builder inspect` print."""
     model, weights, memory = report["model"], report["weights"], report["memory"]
@@ -89,7 +98,7 @@ def summary(report: Mapping[str, Any]) -> str:
         f"model       {model['name']} ({model['architecture']}, {model['num_parameters'] / 1e6:.1f} M parameters)",
         f"target      {report['target']}, precision {report['precision']}{_emulated(report)}, "
         f"KV cache {memory['key_dtype']}:{memory['value_dtype']}, block {memory['block_size']}",
-        f"weights     {weights['total_bytes'] / 1e6:.1f} MB, {weights['bytes_per_weight']:.3f} bytes per weight",
+        f"weights     {weights['total_bytes'] / 1e6:.1f} MB: {_bytes_per_weight(weights)}",
         *(
             f"            {name:<11} {entry['bytes_per_weight']:.3f} bytes per weight ({entry['dtype']})"
             for name, entry in weights["classes"].items()

@@ -73,10 +73,9 @@ class Gptq:
         width, bits = self._width_and_bits(layer, headers)
         rows, out = headers["scales"].shape
         need_shape(self, layer, "qweight", headers, (width * bits // 32, out))
-        need_shape(self, layer, "qzeros", headers, (rows, out * bits // 32))
-        group_size = self._group(width, rows)
-        if -(-width // group_size) != rows:
-            need_shape(self, layer, "scales", headers, (-(-width // group_size), out))
+        groups = -(-width // self._group(width, rows))
+        need_shape(self, layer, "scales", headers, (groups, out))
+        need_shape(self, layer, "qzeros", headers, (groups, out * bits // 32))
 
     def _width_and_bits(self, layer: str, headers: Headers | Tensors) -> tuple[int, int]:
         """The number of inputs is in g_idx, so that the bits of a layer that differs from the others are known."""
