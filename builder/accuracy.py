@@ -68,17 +68,43 @@ def evaluate(
     progress: Progress | None = None,
 ) -> Accuracy:
     """Perplexity of `executor` on a text. `bos_token_id` is put before every window, for models trained with one."""
+    losses = token_losses(
+        executor,
+        token_ids,
+        context=context,
+        stride=stride,
+        batch=batch,
+        rows_per_step=rows_per_step,
+        bos_token_id=bos_token_id,
+        progress=progress,
+    )
+    return Accuracy(perplexity=_perplexity(float(losses.mean()), "model"), num_tokens=len(losses))
+
+
+def token_losses(
+    executor: Executor,
+    token_ids: Sequence[int],
+    *,
+    context: int = 512,
+    stride: int | None = None,
+    batch: int = 8,
+    rows_per_step: int = 256,
+    bos_token_id: int | None = None,
+    progress: Progress | None = None,
+) -> npt.NDArray[np.float64]:
+    """Nats of each scored token; their order depends on text and windows only, so those of two executors can be paired."""
     windows = cut(token_ids, context, stride or context, bos_token_id)
     batch = _fitting_batch((executor,), context, batch)
-    total, scored, expected = 0.0, 0, _num_targets(windows)
+    losses = np.empty(_num_targets(windows))
+    scored = 0
     for inputs, targets in _steps(executor.block_size, windows, batch, rows_per_step):
         logits = executor.execute(inputs).logits
         if len(targets):
-            total -= float(_log_softmax(logits)[np.arange(len(targets)), targets].sum(dtype=np.float64))
+            losses[scored : scored + len(targets)] = -_log_softmax(logits)[np.arange(len(targets)), targets]
             scored += len(targets)
             if progress is not None:
-                progress(scored, expected)
-    return Accuracy(perplexity=_perplexity(total / scored, "model"), num_tokens=scored)
+                progress(scored, len(losses))
+    return losses
 
 
 def compare(

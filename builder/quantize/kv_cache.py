@@ -26,6 +26,7 @@ from builder.quantize.weights import add_initializer
 from plugins.paged_attention.op import PAGED_ATTENTION
 from runtime.contract import DOMAIN
 
+Array = npt.NDArray[np.float32]
 CALIBRATED = ("f8", "i8")
 _LARGEST = {"f8": LIMITS["fp8"], "i8": LIMITS["int8"]}
 _ZERO = {"f8": ml_dtypes.float8_e4m3fn, "i8": np.int8}
@@ -38,7 +39,18 @@ def cached_tensors(model: ir.Model, key_dtype: str, value_dtype: str) -> dict[st
     return {str(node.inputs[index].name): -2 for node in _attention(model) for index in wanted}  # type: ignore[union-attr]
 
 
-def insert(model: ir.Model, key_dtype: str, value_dtype: str, amax: Mapping[str, npt.NDArray[np.float32]] | None = None) -> None:
+def unit_scales(model: ir.Model, key_dtype: str, value_dtype: str) -> dict[str, Array]:
+    """`amax` for `insert` whose scales are 1: what stacks do that cast keys and values uncalibrated. E4M3 then ends at ±448."""
+    found = {}
+    for node in _attention(model):
+        heads = node.attributes.get_int("num_kv_heads", 0)
+        for index, dtype in ((_KEY, key_dtype), (_VALUE, value_dtype)):
+            if dtype in CALIBRATED:
+                found[str(node.inputs[index].name)] = np.full(heads, _LARGEST[dtype], np.float32)  # type: ignore[union-attr]
+    return found
+
+
+def insert(model: ir.Model, key_dtype: str, value_dtype: str, amax: Mapping[str, Array] | None = None) -> None:
     """In place. `amax` [Hkv] per name of `cached_tensors`."""
     for node in _attention(model):
         for index, dtype in ((_KEY, key_dtype), (_VALUE, value_dtype)):
@@ -51,7 +63,7 @@ def _attention(model: ir.Model) -> list[ir.Node]:
     return [node for node in model.graph if node.domain == DOMAIN and node.op_type == PAGED_ATTENTION]
 
 
-def _insert(graph: ir.Graph, node: ir.Node, index: int, dtype: str, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:
+def _insert(graph: ir.Graph, node: ir.Node, index: int, dtype: str, amax: Mapping[str, Array]) -> None:
     x = node.inputs[index]
     assert x is not None
     name = str(x.name)
