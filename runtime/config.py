@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 from runtime.contract import Manifest
 from runtime.errors import InvalidRequest, ManifestMismatch
+from runtime.memory import BesidePool, of_engine
 
 SCHEDULING_POLICIES = ("continuous", "static")
 # Whole numbers of RuntimeConfig: (least, None allowed). A sequence is a prompt token and an output token at least.
 _WHOLE = {
     "max_num_seqs": (1, True), "max_num_batched_tokens": (1, True), "max_model_len": (2, True),
-    "kv_cache_memory_bytes": (1, True), "num_blocks": (1, True), "num_threads": (1, True), "max_queue_size": (1, False),
+    "memory_bytes": (1, True), "kv_cache_memory_bytes": (1, True),
+    "num_blocks": (1, True), "num_threads": (1, True), "max_queue_size": (1, False),
 }  # fmt: skip
 
 
@@ -27,6 +29,7 @@ class RuntimeConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
+    memory_bytes: int | None = None  # CPU target: what the whole process may have resident; the KV cache gets what is left
     kv_cache_memory_bytes: int | None = None  # None: from kv_cache_memory_fraction of free memory, capped at what can be used
     kv_cache_memory_fraction: float = 0.5
     num_blocks: int | None = None  # overrides both of the above
@@ -113,10 +116,10 @@ def default_max_num_seqs(manifest: Manifest) -> int:
 
 
 def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = None) -> ResolvedConfig:
-    """`free_bytes` of the memory that will hold the KV cache; None: this machine's.
+    """`free_bytes` of the memory that will hold the KV cache; None: this machine's, beside what the engine itself needs.
 
     Raises ManifestMismatch when a choice exceeds what the engine was built for, or the pool cannot hold one sequence;
-    InvalidRequest when the pool that was asked for exceeds the free memory.
+    InvalidRequest when the pool that was asked for exceeds the free memory, or does not fit memory_bytes.
     """
 
     def limited(name: str, default: int) -> int:
@@ -128,6 +131,10 @@ def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = 
             )
         return asked or default
 
+    if config.memory_bytes is not None and manifest.target != "cpu":
+        raise InvalidRequest(
+            f"memory_bytes={config.memory_bytes} is for engines of target cpu, not {manifest.target}; set kv_cache_memory_bytes"
+        )
     max_model_len = limited("max_model_len", manifest.max_model_len)
     max_num_seqs = limited("max_num_seqs", default_max_num_seqs(manifest))
     max_num_batched_tokens = config.max_num_batched_tokens or manifest.max_num_batched_tokens
@@ -139,14 +146,24 @@ def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = 
     block_size = manifest.kv_cache.block_size
     bytes_per_block = manifest.kv_cache.bytes_per_token * block_size
     blocks_per_seq = -(-max_model_len // block_size)
-    free_bytes = free_memory_bytes() if free_bytes is None else free_bytes
-    if config.num_blocks is not None:
-        num_blocks = config.num_blocks
+    usable = max_num_seqs * blocks_per_seq
+    asked = config.num_blocks
+    if asked is None and config.kv_cache_memory_bytes is not None:
+        asked = min(config.kv_cache_memory_bytes // bytes_per_block, usable)
+    fitting = usable
+    if free_bytes is None:
+        free_bytes = free_memory_bytes()
+        if manifest.target == "cpu":
+            largest_step = max_num_batched_tokens if config.enable_chunked_prefill else max(max_num_batched_tokens, max_model_len)
+            beside = of_engine(manifest, max_num_seqs, largest_step)
+            free_bytes = max(0, free_bytes - beside.still_to_come)
+            if config.memory_bytes is not None:
+                fitting = _fitting(config.memory_bytes, beside, asked, blocks_per_seq, block_size, bytes_per_block)
+    if asked is not None:
+        num_blocks = asked
     else:
-        budget = config.kv_cache_memory_bytes
-        if budget is None:
-            budget = int(free_bytes * config.kv_cache_memory_fraction)
-        num_blocks = min(budget // bytes_per_block, max_num_seqs * blocks_per_seq)
+        share = config.kv_cache_memory_fraction if config.memory_bytes is None else 1.0
+        num_blocks = min(int(free_bytes * share) // bytes_per_block, fitting, usable)
     if num_blocks < blocks_per_seq:
         need = blocks_per_seq * bytes_per_block
         raise ManifestMismatch(
@@ -172,6 +189,26 @@ def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = 
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
         verify_checksums=config.verify_checksums,
     )
+
+
+def _fitting(
+    memory_bytes: int, need: BesidePool, asked: int | None, blocks_per_seq: int, block_size: int, bytes_per_block: int
+) -> int:
+    """Blocks that fit `memory_bytes` beside everything else.
+
+    Raises  InvalidRequest, with the number of tokens that would fit, when they are fewer than asked for or than a sequence needs.
+    """
+    fitting = max(0, memory_bytes - need.total) // bytes_per_block
+    wanted = blocks_per_seq if asked is None else asked
+    if fitting < wanted:
+        whose = "one sequence of max_model_len needs" if asked is None else "the KV cache that was asked for has"
+        raise InvalidRequest(
+            f"memory_bytes={memory_bytes} holds {fitting * block_size} tokens of KV cache beside {need.weights} bytes of weights "
+            f"and {need.total - need.weights} of process, activations and logits, but {whose} {wanted * block_size} "
+            f"({wanted * bytes_per_block} bytes); set memory_bytes={need.total + wanted * bytes_per_block} or more, or "
+            f"{'max_model_len' if asked is None else 'the KV cache'} to {fitting * block_size} tokens or less"
+        )
+    return fitting
 
 
 def from_options(options: Mapping[str, object]) -> RuntimeConfig:

@@ -15,7 +15,8 @@ ARROWS = {
     "runtime.errors": set(),
     "runtime.request": set(),
     "runtime.contract": set(),
-    "runtime.config": {"runtime.contract"},
+    "runtime.config": {"runtime.contract", "runtime.memory"},
+    "runtime.memory": {"runtime.contract", "runtime.executors.padding"},
     "runtime.block_pool": set(),
     "runtime.batch": set(),
     "runtime.kv_cache": set(),
@@ -68,7 +69,7 @@ def test_plugins_import_neither_builder_nor_runtime() -> None:
 
 def test_builder_uses_the_contract_and_what_it_measures_with() -> None:
     """Executors, tokenizer and step inputs to calibrate and to judge accuracy; never the engine, its loop or its scheduler."""
-    allowed = {"runtime", "runtime.contract", "runtime.errors", "runtime.batch", "runtime.tokenizer"}
+    allowed = {"runtime", "runtime.contract", "runtime.errors", "runtime.batch", "runtime.memory", "runtime.tokenizer"}
     for path in modules("builder"):
         used = {name for name in imports_of(path) if name.split(".")[0] == "runtime"} - allowed
         if name_of(path) == "builder.deploy":

@@ -11,6 +11,7 @@ import pytest
 from runtime.config import RuntimeConfig, free_memory_bytes, from_options, from_strings, resolve
 from runtime.contract import KVSpec, LayerSpec, Manifest, ModelSpec, PrecisionSpec
 from runtime.errors import InvalidRequest, ManifestMismatch
+from runtime.memory import BASE, GRAPH_PER_LAYER, KERNELS_PER_LENGTH, loaded_weight_bytes, of_engine
 from runtime.serving.options import parse_options
 
 BLOCK_BYTES = 8 * 16
@@ -97,3 +98,84 @@ def test_deploying_does_not_ask_for_the_memory_of_this_machine() -> None:
     large = dataclasses.replace(MANIFEST, kv_cache=dataclasses.replace(MANIFEST.kv_cache, bytes_per_token=10**12))
     assert parse_options({"num_blocks": "10"}, large).runtime.num_blocks == 10
     assert parse_options({}, large).runtime.num_blocks is None
+
+
+SIZED = dataclasses.replace(
+    MANIFEST,
+    weight_bytes=4096,
+    model=dataclasses.replace(MANIFEST.model, num_parameters=100 * 8 + 3 * 8 * 50),  # one layer, fifty outputs wide
+)
+# base, 580 bytes for each of 100 tokens, one layer, weights, 64 tokens × 150 wide, 8 rows of logits; all floats twice
+BESIDE = BASE + 58_000 + GRAPH_PER_LAYER + 4096 + 8 * 64 * 150 + 8 * 8 * 100
+SEQUENCE = 4 * BLOCK_BYTES
+
+
+def test_what_an_engine_needs_beside_its_cache() -> None:
+    assert of_engine(SIZED, 8, 64).total == BESIDE
+    assert of_engine(SIZED, 8, 64).still_to_come == BESIDE - BASE
+    assert of_engine(SIZED, 8, 60).total == BESIDE, "a step of 60 tokens is padded to 64"
+    details = {"dynamic_quantization_group_size": 64}
+    quantized = dataclasses.replace(SIZED, precision=dataclasses.replace(SIZED.precision, details=details))
+    lengths = 31 + 4  # 2 to 32, 40, 48, 56, 64
+    assert of_engine(quantized, 8, 64).total == BESIDE + lengths * KERNELS_PER_LENGTH
+    emulated = dataclasses.replace(SIZED, precision=dataclasses.replace(SIZED.precision, emulated=True))
+    assert of_engine(emulated, 8, 64).weights == 4 * (2 * 2000 - 800)
+
+
+def test_weights_as_the_plug_in_keeps_them() -> None:
+    assert loaded_weight_bytes(100, 80, 20, "int8", emulated=False) == 100
+    assert loaded_weight_bytes(160, 80, 20, "bf16", emulated=False) == 320
+    assert loaded_weight_bytes(100, 80, 20, "int8-wo", emulated=False) == 160
+
+
+@pytest.mark.parametrize(
+    ("room", "options", "blocks"),
+    [
+        (SEQUENCE, {}, 4),  # exactly one sequence
+        (SEQUENCE + BLOCK_BYTES - 1, {}, 4),
+        (SEQUENCE + BLOCK_BYTES, {}, 5),
+        (10**9, {}, 8 * 4),  # as much as all sequences can use
+        (10**9, {"num_blocks": 40}, 40),
+        (SEQUENCE + BLOCK_BYTES, {"num_blocks": 5}, 5),
+        (10**9, {"kv_cache_memory_bytes": 6 * BLOCK_BYTES}, 6),
+    ],
+)
+def test_a_memory_budget_becomes_a_pool(room: int, options: dict[str, int], blocks: int) -> None:
+    assert resolve(RuntimeConfig(memory_bytes=BESIDE + room, **options), SIZED).num_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "fits", "wanted", "whose"),
+    [
+        (1, {}, 0, 64, "one sequence of max_model_len needs"),
+        (BESIDE, {}, 0, 64, "one sequence of max_model_len needs"),
+        (BESIDE + SEQUENCE - 1, {}, 48, 64, "one sequence of max_model_len needs"),
+        (BESIDE + SEQUENCE, {"num_blocks": 5}, 64, 80, "the KV cache that was asked for has"),
+        (BESIDE + SEQUENCE, {"kv_cache_memory_bytes": 5 * BLOCK_BYTES}, 64, 80, "the KV cache that was asked for has"),
+    ],
+)
+def test_a_budget_that_is_too_small_says_what_would_fit(
+    budget: int, options: dict[str, int], fits: int, wanted: int, whose: str
+) -> None:
+    knob = "max_model_len" if not options else "the KV cache"
+    message = (
+        f"memory_bytes={budget} holds {fits} tokens of KV cache beside 4096 bytes of weights and {BESIDE - 4096} of process, "
+        f"activations and logits, but {whose} {wanted} ({wanted * 8} bytes); set memory_bytes={BESIDE + wanted * 8} or more, or "
+        f"{knob} to {fits} tokens or less"
+    )
+    with pytest.raises(InvalidRequest, match=f"^{re.escape(message)}$"):
+        resolve(RuntimeConfig(memory_bytes=budget, **options), SIZED)
+    enough = resolve(RuntimeConfig(memory_bytes=BESIDE + wanted * 8, **options), SIZED)
+    assert enough.num_blocks * 16 == wanted
+
+
+def test_a_memory_budget_is_not_for_gpus() -> None:
+    with pytest.raises(InvalidRequest, match="memory_bytes=5 is for engines of target cpu, not tensorrt; set kv_cache_memory_by"):
+        resolve(RuntimeConfig(memory_bytes=5), dataclasses.replace(SIZED, target="tensorrt"), free_bytes=10**9)
+
+
+def test_the_share_of_free_memory_is_taken_beside_what_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.config.free_memory_bytes", lambda: BESIDE - BASE + 20 * BLOCK_BYTES)
+    assert resolve(RuntimeConfig(kv_cache_memory_fraction=0.5), SIZED).num_blocks == 10
+    with pytest.raises(InvalidRequest, match=r"^num_blocks=21 asks .* 2560 are free; set it to 20 or less$"):
+        resolve(RuntimeConfig(num_blocks=21), SIZED)

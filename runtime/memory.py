@@ -1,0 +1,110 @@
+"""What a process that serves an engine on the CPU has resident: the arithmetic of `builder plan` and of the check at load.
+
+    base          interpreter, libraries, their code that compiling and running touches
+    tokenizer     tables of `tokenizers`, by vocabulary
+    graph         compiled nodes, by layer
+    kernels       generated code of layers that quantize their inputs, for every number of tokens a step may have (padding.py)
+    weights       as the plug-in lays them out; the pages of the file go back (mapped_weights.py)
+    activations   of the largest step; twice the width of all outputs of a layer
+    logits        of the largest batch, and the sampler's copy
+    pool          every block of the KV cache, once it has been used
+
+Constants are differences of VmRSS between the stages that `bench/memory.py --stages` prints, of tiny Llama (4 layers, vocabulary
+2,048) and SmolLM2 (30 layers, 49,152) in int8 and int4, with openvino 2026.4.1 and CPython 3.11 on x86-64. No other model went
+into them. Clean pages of libraries count in full although other processes share them.
+
+Units    bytes; bare sizes are tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.contract import Manifest
+
+MIB = 1 << 20
+BASE = 113 * MIB
+TOKENIZER_PER_ENTRY = 580
+GRAPH_PER_LAYER = int(1.2 * MIB)
+KERNELS_PER_LENGTH = int(0.6 * MIB)
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class BesidePool:
+    """Everything but the KV cache."""
+
+    base: int
+    tokenizer: int
+    graph: int
+    kernels: int
+    weights: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.base + self.still_to_come
+
+    @property
+    def still_to_come(self) -> int:
+        """What an interpreter that has imported the runtime does not have yet."""
+        return self.tokenizer + self.graph + self.kernels + self.weights + self.activations + self.logits
+
+
+def loaded_weight_bytes(weight_bytes: float, parameters: int, tables: int, precision: str, *, emulated: bool) -> float:
+    """What `weight_bytes` of a plan become; `tables` of the parameters are embedding and head."""
+    if emulated:  # the decoded f32 weights of the layers, and the layout of the kernels
+        return _FLOAT * (2 * parameters - tables)
+    if precision == "bf16":  # widened
+        return _FLOAT * parameters
+    if precision == "int8-wo":  # f32 inputs: small and large steps have layouts of their own
+        return weight_bytes + parameters - tables
+    return weight_bytes
+
+
+def beside_pool(
+    *,
+    loaded_weights: float,
+    parameters: int,
+    tables: int,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    quantized_inputs: bool,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> BesidePool:
+    from runtime.executors.padding import padded_length  # executors import runtime.config, which needs this module
+
+    largest = padded_length(max_num_batched_tokens)
+    layer_width = (parameters - tables) / (num_layers * hidden_size)
+    lengths = len({padded_length(length) for length in range(1, max_num_batched_tokens + 1)})
+    return BesidePool(
+        base=BASE,
+        tokenizer=TOKENIZER_PER_ENTRY * vocab_size,
+        graph=GRAPH_PER_LAYER * num_layers,
+        kernels=KERNELS_PER_LENGTH * lengths if quantized_inputs else 0,
+        weights=int(loaded_weights),
+        activations=int(2 * _FLOAT * largest * layer_width),
+        logits=2 * _FLOAT * max_num_seqs * vocab_size,
+    )
+
+
+def of_engine(manifest: Manifest, max_num_seqs: int, max_num_batched_tokens: int) -> BesidePool:
+    """Of an engine of the CPU target. Manifests do not say whether the head is tied, so one table is taken for both."""
+    model, precision = manifest.model, manifest.precision
+    tables = min(model.vocab_size * model.hidden_size, model.num_parameters)
+    return beside_pool(
+        loaded_weights=loaded_weight_bytes(
+            manifest.weight_bytes, model.num_parameters, tables, precision.name, emulated=precision.emulated
+        ),
+        parameters=model.num_parameters,
+        tables=tables,
+        num_layers=len(model.layers),
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        quantized_inputs=bool(precision.details.get("dynamic_quantization_group_size")),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
