@@ -162,10 +162,10 @@ def test_layers_that_were_raised_keep_their_width_and_their_input(observed):
 @pytest.mark.parametrize(
     ("precision", "head", "dtype"), [("int8", None, "int8"), ("int8", False, "fp16"), ("fp16", True, "int8")]
 )
-def test_the_head_is_quantized_or_not(exported, precision, head, dtype):
-    model = _model(exported, "llama_tied")
-    report = tq.quantize(model, precision, head=head)
-    assert report.dtype_of("lm_head") == dtype and report.tied == (dtype == "fp16")
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_the_head_is_quantized_or_not(exported, name, precision, head, dtype):
+    report = tq.quantize(_model(exported, name), precision, head=head)
+    assert report.dtype_of("lm_head") == dtype and report.tied == (dtype == "fp16" and name == "llama_tied")
     assert report.classes["mlp"].dtype == precision
 
 
