@@ -18,6 +18,7 @@ import contextlib
 import http.client
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,6 +48,8 @@ STOP_GRACE_S = 5.0  # for unloading the models once the requests in flight are d
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 LOG_TAIL_LINES = 12
+# What a model says that refuses to load, between Triton's words and a traceback; the log has \n for a newline.
+_REFUSAL = re.compile(r"failed to load '([^']+)' version \d+: \w+: TritonModelException: (.*?)(?:\\n|\"$)", re.MULTILINE)
 # argv[1] is the pid this child belongs to: when it is already gone, nobody would ever stop us.
 _LAUNCHER = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0); "
@@ -90,6 +93,7 @@ class TritonServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._backends: dict[int, str] = {}  # Python-backend processes seen → the model of each
         self._directory: Path | None = None
+        self._log_start = 0  # where the log of this start begins
         self._shm_prefix = f"forgeline-{uuid.uuid4().hex}-"  # a backend that is killed leaves its shared memory behind
         self._stop = threading.Event()
         self._at_once = threading.Event()
@@ -212,6 +216,7 @@ class TritonServer:
             if self.log_file is not None:
                 self.log_file.parent.mkdir(parents=True, exist_ok=True)
                 output = stack.enter_context(open(self.log_file, "ab"))
+                self._log_start = output.tell()
             self.process = subprocess.Popen(
                 launcher, env=environment, stdin=subprocess.DEVNULL, stdout=output or sys.stderr.fileno(),
                 stderr=subprocess.STDOUT, start_new_session=True,
@@ -335,8 +340,10 @@ class TritonServer:
     def _tail(self) -> str:
         if self.log_file is None or not self.log_file.is_file():
             return "; see its output above"
-        lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        wanted = [line for line in lines if not line.startswith(("I", "W", "+", "|")) and line.strip()]
+        text = self.log_file.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
+        if refusals := _REFUSAL.findall(text):
+            return ": " + "; ".join(f"model {model!r} does not load: {why}" for model, why in refusals)
+        wanted = [line for line in text.splitlines() if not line.startswith(("I", "W", "+", "|")) and line.strip()]
         return "; the end of its log:\n  " + "\n  ".join(wanted[-LOG_TAIL_LINES:])
 
 

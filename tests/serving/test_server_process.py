@@ -31,6 +31,11 @@ print("E starting in mode " + mode, flush=True)
 if mode == "broken":
     print("I noise that does not matter\nerror: creating server: the model is broken", flush=True)
     sys.exit(3)
+if mode == "refused":
+    words = "Internal: TritonModelException: it"
+    print("E \"failed to load 'llm' version 1: " + words + r" has no plan; build it\n\nAt:\n  model.py(7)", flush=True)
+    print("E \"failed to load 'b' version 2: " + words + ' is old"\nerror: creating server', flush=True)
+    sys.exit(1)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:
@@ -102,6 +107,16 @@ def test_a_server_that_ends_before_it_is_ready(make_server: Any) -> None:
         "  E starting in mode broken\n  error: creating server: the model is broken"
     )
     assert server.wait(0) and server.num_restarts == 0
+
+
+def test_models_that_do_not_load_say_why_in_their_own_words(make_server: Any, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("failed to load 'old' version 1: Internal: TritonModelException: of an earlier start\\n\n")
+    with pytest.raises(ServerError) as caught:
+        make_server("refused").start()
+    assert str(caught.value) == (
+        "tritonserver ended with status 1 before it was ready: "
+        "model 'llm' does not load: it has no plan; build it; model 'b' does not load: it is old"
+    )
 
 
 def test_a_dead_backend_restarts_the_server_on_the_same_ports(make_server: Any) -> None:
