@@ -57,7 +57,8 @@ def repository(tiny_engine: Callable[[str], Path], tmp_path_factory: pytest.Temp
     engine = tiny_engine("fp32")
     deploy(engine, directory, "llm", options={"max_tokens_in_paged_kv_cache": "1024", **short})  # preempts under load
     deploy(engine, directory, "plain", options={"decoupled_mode": "false", **short})
-    deploy(engine, directory, "long", options=threads)  # 2,048 tokens: answers that a cancellation cannot come too late for
+    # 2,048 tokens: answers that a cancellation cannot come too late for
+    deploy(engine, directory, "long", options={"max_queue_size": "4", **threads})
     return directory
 
 

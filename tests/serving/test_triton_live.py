@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,18 @@ def test_two_hundred_requests_at_once(server: TritonServer, alone: LLM) -> None:
     assert (ends.count("completed"), ends.count("cancelled")) == (133, 67)
     assert ready and all(ready)
     wait_until(lambda: used_blocks(server) == 0)
+
+
+def test_a_full_queue_refuses_and_takes_the_next_when_one_has_left(server: TritonServer) -> None:
+    flags: dict[str, Any] = {"model": "long", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    refusal = "4 requests are queued or running and the limit is 4; retry later"
+    with ExitStack() as running:
+        stay = [running.enter_context(Stream(server, prompt, **flags)) for prompt in PROMPTS[:3]]
+        with Stream(server, PROMPTS[3], **flags) as leaves:
+            assert all(each.next() is not None for each in (*stay, leaves))
+            with Stream(server, PROMPTS[4], priority=-9, **flags) as fifth:  # goes before others, not beyond the limit
+                assert fifth.next() is None and refusal in fifth.answer.error
+            status, body = post(server, "long/generate", {"text_input": "a", "max_tokens": 1})
+            assert status != 200 and json.loads(body) == {"error": refusal}
+        wait_until(lambda: num_active(server) == 3)
+        assert stream(server, "a", model="long", max_tokens=2).num_tokens == 2
