@@ -154,7 +154,8 @@ def e4m3(per_output: bool, input_scale: float | None = None) -> Any:
         q = (torch.from_numpy(weight) / scale).to(torch.float8_e4m3fn)
         parts = {"weight": q, "weight_scale": scale if per_output else scale.reshape(())}
         if input_scale is not None:
-            parts["input_scale"] = torch.tensor(input_scale * (2 if layer.endswith("k_proj") else 1))
+            factor = {"k_proj": 2, "down_proj": 16}.get(layer.split(".")[-1], 1)  # the down projection reads values up to 286
+            parts["input_scale"] = torch.tensor(input_scale * factor)
         return parts, (q.float() * scale).numpy()
 
     return store
