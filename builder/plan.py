@@ -5,6 +5,7 @@
     decode floor     weights and the batch's cached tokens through memory once, plus 2 · parameters operations per sequence
     prefill floor    2 · parameters operations per token
 
+On the CPU the need is that of a whole serving process, with the arithmetic that loading enforces (runtime/memory.py).
 Floors are what the hardware's data sheet allows; nothing runs faster.
 
 Units    bytes, seconds, operations (a multiply-add is two); bare sizes are tokens
@@ -12,12 +13,14 @@ Units    bytes, seconds, operations (a multiply-add is two); bare sizes are toke
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from runtime.contract import LayerSpec
 from runtime.errors import BuildError
+from runtime.memory import BesidePool, beside_pool, loaded_weight_bytes
 
 GIB = 1 << 30
 _WEIGHT_BYTES = {  # (attention and mlp, embedding and head), scales included
@@ -77,6 +80,23 @@ def weight_bytes(shape: Shape, precision: str) -> float:
     return (shape.num_parameters - shape.table_parameters) * body + shape.table_parameters * tables
 
 
+def process_need(shape: Shape, precision: str, max_num_seqs: int, max_num_batched_tokens: int) -> BesidePool:
+    """What a process that serves the model on the CPU has resident beside its KV cache."""
+    emulated = precision == "fp8"
+    weights = weight_bytes(shape, precision)
+    return beside_pool(
+        loaded_weights=loaded_weight_bytes(weights, shape.num_parameters, shape.table_parameters, precision, emulated=emulated),
+        parameters=shape.num_parameters,
+        tables=shape.table_parameters,
+        num_layers=len(shape.layers),
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        quantized_inputs=precision in ("int8", "int8-sq", "int4"),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
 def decode_floor(
     weights: float, parameters: float, hardware: Hardware, *, batch: int = 1, kv_bytes: float = 0
 ) -> dict[str, float]:
@@ -107,14 +127,26 @@ def make_plan(
     context: int,
     concurrency: int,
     max_num_batched_tokens: int = 512,
+    process: bool = False,
 ) -> dict[str, Any]:
-    """Raises  BuildError when the weights alone do not fit."""
+    """`process`: a serving process on the CPU, not weights and cache on a GPU.
+
+    Raises  BuildError when there is no room for a token.
+    """
     weights = weight_bytes(shape, precision)
     per_token = kv_bytes_per_token(shape.layers, key_dtype, value_dtype)
     widest = max(layer.num_heads * layer.head_dim for layer in shape.layers)
     activations = 4.0 * (max_num_batched_tokens * (8 * shape.hidden_size + 4 * widest) + concurrency * shape.vocab_size)
     budget = memory or (hardware.memory if hardware else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    left = budget - weights - activations
+    need = process_need(shape, precision, concurrency, max_num_batched_tokens) if process else None
+    beside = weights + activations if need is None else need.total
+    left = budget - beside
+    if need is not None and left < per_token:
+        raise BuildError(
+            f"{shape.name} in {precision} needs {beside / GIB:.2f} GiB for a process that serves it, {need.weights / GIB:.2f} of "
+            f"them weights, and {per_token:.0f} bytes per token but there are {budget / GIB:.2f} GiB; choose a narrower "
+            "--precision or more memory"
+        )
     if left <= 0:
         raise BuildError(
             f"{shape.name} in {precision} needs {weights / GIB:.2f} GiB of weights and {activations / GIB:.2f} GiB of "
@@ -139,8 +171,11 @@ def make_plan(
         "max_sequences": tokens // context,
         "largest_context": min(tokens // concurrency, shape.max_position_embeddings),
         "fits": tokens >= context * concurrency,
-        "total_bytes": int(weights + activations + per_token * context * concurrency),
+        "total_bytes": int(beside + per_token * context * concurrency),
     }
+    if need is not None:
+        plan["activation_bytes"] = need.activations + need.logits
+        plan["process_bytes"] = dataclasses.asdict(need)
     if hardware is not None:
         cached = per_token * context
         plan["hardware"] = hardware.name
@@ -168,6 +203,9 @@ def summary(plan: dict[str, Any]) -> str:
         f"asked       {plan['concurrency']} × {plan['context']} tokens need {plan['total_bytes'] / GIB:.2f} GiB: "
         + ("fits" if plan["fits"] else "does not fit"),
     ]
+    if "process_bytes" in plan:
+        parts = ", ".join(f"{name} {size / (1 << 20):.0f}" for name, size in plan["process_bytes"].items())
+        lines.insert(2, f"process     {sum(plan['process_bytes'].values()) / GIB:.2f} GiB beside the KV cache (MiB: {parts})")
     if "hardware" in plan:
         one, batch, full = plan["decode"], plan["decode_batch"], plan["decode_batch_full_context"]
         count = plan["concurrency"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from builder.cli import main
-from builder.plan import GIB, GPUS, Shape, decode_floor, kv_bytes_per_token, make_plan, prefill_floor, weight_bytes
-from runtime.contract import LayerSpec
-from runtime.errors import BuildError
+from builder.plan import GIB, GPUS, Shape, decode_floor, kv_bytes_per_token, make_plan, prefill_floor, process_need, weight_bytes
+from runtime.config import RuntimeConfig, resolve
+from runtime.contract import KVSpec, LayerSpec, Manifest, ModelSpec, PrecisionSpec
+from runtime.errors import BuildError, InvalidRequest
 
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
@@ -70,6 +73,49 @@ def test_what_is_left_beside_weights_becomes_tokens() -> None:
         make_plan(
             SHAPE, precision="fp32", key_dtype="f32", value_dtype="f32", hardware=None, memory=4_000_001, context=1, concurrency=1
         )
+
+
+def test_on_the_cpu_the_whole_process_counts() -> None:
+    options: dict[str, Any] = {"key_dtype": "u8", "value_dtype": "u8", "hardware": None, "context": 512, "concurrency": 4}
+    plan = make_plan(SHAPE, precision="int8", memory=1 << 30, process=True, **options)
+    need = process_need(SHAPE, "int8", 4, 512)
+    assert plan["process_bytes"] == dataclasses.asdict(need)
+    assert need.weights == int(1.005 * 1_000_000)
+    assert need.activations == 8 * 512 * 800_000 / (4 * 256)
+    assert need.logits == 8 * 4 * 2048
+    assert plan["max_tokens"] == ((1 << 30) - need.total) // plan["kv_bytes_per_token"]
+    assert plan["total_bytes"] == need.total + plan["kv_bytes_per_token"] * 2048
+    with pytest.raises(BuildError, match=r"needs 0\.\d+ GiB for a process that serves it, 0\.00 of them weights, and 1152 bytes"):
+        make_plan(SHAPE, precision="int8", memory=need.total + 1151, process=True, **options)
+    assert make_plan(SHAPE, precision="int8", memory=need.total + 1152, process=True, **options)["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int8-wo", "int8-sq", "int4", "fp8"])
+def test_loading_enforces_what_the_plan_says(precision: str) -> None:
+    """The same model as an engine: the budget that the plan calls enough for n blocks loads n blocks."""
+    shape = dataclasses.replace(SHAPE, table_parameters=SHAPE.vocab_size * SHAPE.hidden_size, num_parameters=1_324_288)
+    planned = process_need(shape, precision, 4, 512)
+    model = ModelSpec(
+        "m", "LlamaForCausalLM", "llama", shape.vocab_size, shape.hidden_size, shape.layers, 1024, num_parameters=1_324_288
+    )
+    integer = precision in ("int8", "int8-sq", "int4")
+    manifest = Manifest(
+        schema_version=1, forgeline_version="0", created="", target="cpu", model=model,
+        precision=PrecisionSpec(
+            precision, "", "", "", "", emulated=precision == "fp8",
+            details={"dynamic_quantization_group_size": 64 if integer else 0},
+        ),
+        kv_cache=KVSpec("u8", "u8", 32, "test", 1152), max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512,
+        libraries={}, plan={}, checksums={}, weight_bytes=int(weight_bytes(shape, precision)),
+    )  # fmt: skip
+    plan = make_plan(
+        shape, precision=precision, key_dtype="u8", value_dtype="u8", hardware=None, memory=planned.total + 40 * 32 * 1152 + 99,
+        context=1024, concurrency=4, process=True,
+    )  # fmt: skip
+    assert plan["max_tokens"] == 40 * 32
+    assert resolve(RuntimeConfig(memory_bytes=plan["memory_bytes"]), manifest).num_blocks == 40
+    with pytest.raises(InvalidRequest, match="holds 1248 tokens of KV cache"):
+        resolve(RuntimeConfig(memory_bytes=planned.total + 39 * 32 * 1152, num_blocks=40), manifest)
 
 
 def test_the_command_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
