@@ -2,9 +2,9 @@
 
     python bench/memory.py [--models tiny-llama,smollm2-135m-instruct,llama-170m,qwen3-130m] [--precisions int8,int4]
 
-A fresh process per engine loads it with `from runtime import LLM` and serves requests of mixed lengths, greedy and sampled, in two
-rounds that use up its KV cache. VmRSS afterwards is compared with runtime/memory.py, whose arithmetic `builder plan` prints and
-loading enforces. llama-170m and qwen3-130m have random weights; no constant was taken from either. Ends in one JSON line.
+A fresh process per engine loads it with `from runtime import LLM` and serves requests of mixed lengths, greedy and sampled, in
+two rounds that use up its KV cache. VmRSS afterwards is compared with runtime/memory.py, whose arithmetic `builder plan` prints
+and loading enforces. llama-170m and qwen3-130m have random weights; no constant was taken from either. Ends in one JSON line.
 
 `limit` is 1.25 × (weights + pool) + 300 MB, which the resident set should not exceed.
 """

@@ -83,3 +83,15 @@ def test_cold_start(script: Callable[..., dict[str, Any]]) -> None:
     line = script("cold_start", "--repetitions", 1)
     assert sum(line["stages_s"].values()) == pytest.approx(line["seconds_to_first_token"]["median"], rel=0.15, abs=0.1)
     assert line["limit_mb"] == pytest.approx(1.25 * (line["weights_mb"] + line["pool_mb"]) + 300, abs=0.2)
+
+
+def test_memory(tiny_engine: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("memory").main(["--engine", str(tiny_engine("fp32")), "--requests", "8"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (row,) = line["engines"]
+    assert row["predicted_bytes"] == sum(row["predicted"].values())
+    assert row["predicted"]["pool"] == 256 * 32 * 4 * 2 * 2 * 64 * 4  # blocks × tokens × layers × sides × heads × channels × f32
+    assert row["predicted"]["weights"] == row["weight_bytes"]
+    assert row["measured"]["VmRSS"] <= row["measured"]["VmHWM"]
+    assert row["ratio"] == pytest.approx(row["predicted_bytes"] / row["measured"]["VmRSS"], abs=1e-4)
+    assert line["largest_error"] == pytest.approx(abs(row["ratio"] - 1), abs=1e-4)
