@@ -99,5 +99,10 @@ RECIPES = (
         {"int4": ("bf16", _AS_IT_IS), "int8": ("bf16", _AS_IT_IS)},
         uninstall=("torchvision", "torchaudio", "torchcodec"),
     ),
-    Recipe("transformers", ("transformers", TORCH), {"int4": ("fp32", _AS_IT_IS), "int8": ("fp32", _AS_IT_IS)}),
+    Recipe(
+        "transformers",
+        ("transformers", TORCH),
+        {"int4": ("bf16, else fp32", _AS_IT_IS), "int8": ("bf16, else fp32", _AS_IT_IS)},
+        new_tokens=9,
+    ),
 )

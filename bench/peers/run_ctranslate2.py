@@ -1,4 +1,7 @@
-"""CTranslate2: Generator.generate_batch; tokens are seen through its callback."""
+"""CTranslate2: Generator.generate_batch, all prompts in one batch; tokens are seen through its callback.
+
+int8 weights and products, the rest fp32: it has no bf16 for this combination on the CPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""openvino-genai: ContinuousBatchingPipeline, stepped by hand."""
+"""openvino-genai: ContinuousBatchingPipeline, stepped by hand.
+
+Its defaults, which on this device are an 8-bit KV cache and bf16 arithmetic where the processor has it, but for the group of
+dynamic quantization: 64, as in our engine, took 4 to 12 % less processor time than its 32.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,10 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
     scheduler.enable_prefix_caching = False
     scheduler.cache_size = 4  # GB
     pipeline = genai.ContinuousBatchingPipeline(
-        options.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": options.threads, "PERFORMANCE_HINT": "LATENCY"}
+        options.model,
+        scheduler,
+        "CPU",
+        {"INFERENCE_NUM_THREADS": options.threads, "PERFORMANCE_HINT": "LATENCY", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 64},
     )
     numbers = iter(range(1 << 30))
 
