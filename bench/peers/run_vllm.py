@@ -1,4 +1,4 @@
-"""vLLM on the CPU: its engine, stepped by hand; bf16, as it runs an unquantized checkpoint. Its first start compiles the model."""
+"""vLLM on the CPU: its engine, stepped by hand; bf16, as it runs an unquantized model. Its first start compiles the model."""
 
 from __future__ import annotations
 
