@@ -146,7 +146,7 @@ def _export(source: str, place: Path) -> Path:
     gc.collect()
     fusion = fuse(model, spec)
     parts = {name: value.meta[PARTS] for name, value in model.graph.initializers.items() if PARTS in value.meta}
-    origin.fused(parts).save(place)
+    origin.fused(parts, model.graph.initializers).save(place)
     attach_functions(model)
     ir.save(model, place / "model.onnx", external_data="weights.bin")
     (place / "fusion.json").write_text(json.dumps(dataclasses.asdict(fusion), indent=2))

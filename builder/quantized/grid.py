@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,8 +71,11 @@ class Origin:
     kv_dtype: str = ""  # of kv_scales: fp8, int8
     kv_scales: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)  # layer → of keys, of values; one, or one per head
 
-    def fused(self, parts: Mapping[str, Sequence[str]]) -> Origin:
-        """After weights were merged: `parts` has the names that each new weight was made of."""
+    def fused(self, parts: Mapping[str, Sequence[str]], names: Collection[str]) -> Origin:
+        """By the `names` of a graph's weights; `parts` has the old names that each merged weight was made of.
+
+        What is in no graph are the experts of a mixture, which transformers loads as one weight.
+        """
         grids, off_grid, dense = dict(self.grids), dict(self.off_grid), set(self.dense)
         for name, old in parts.items():
             if mixed := [part for part in old if part in dense]:
@@ -86,6 +89,11 @@ class Origin:
             for part in old:
                 grids.pop(part, None)
                 off_grid.pop(part, None)
+        if lost := [name for name in (*grids, *off_grid) if name not in names]:
+            for name in lost:
+                grids.pop(name, None)
+                off_grid.pop(name, None)
+            off_grid.update((name, "the experts of a layer are one weight") for name in names if ".experts." in name)
         return dataclasses.replace(self, grids=grids, off_grid=off_grid, dense=frozenset(dense))
 
     def save(self, directory: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import quantized_llama as ql
+import tiny_models
 from safetensors.torch import load_file
 
 from builder.checkpoint import load_checkpoint, num_weights, source_sha256
@@ -154,6 +155,26 @@ def test_every_weight_is_what_its_integers_stand_for(name: str, tmp_path: Path) 
     assert len(origin.grids) + len(origin.off_grid) == 28
 
 
+def test_a_family_that_stores_its_weights_in_out(tmp_path: Path) -> None:
+    directory = tiny_models.save(tiny_models.build("gpt2"), tmp_path / "model")
+    tensors: dict[str, Any] = {}
+    dense = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if tensor.ndim == 2 and ".c_" in name:
+            found = ql.integers(np.ascontiguousarray(tensor.float().numpy().T), 4, 32, False)
+            tensors.update({name.replace("weight", part): value for part, value in ql.gptq(found).items()})
+            dense[name] = found.dense.T
+        else:
+            tensors[name] = tensor
+    ql.rewrite(directory, tensors)
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": GPTQ | {"group_size": 32}}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = dict(load_checkpoint(str(directory)).model.named_parameters())
+    assert len(dense) == 8
+    for name, expected in dense.items():
+        np.testing.assert_array_equal(weights[name].detach().numpy(), expected, err_msg=name)
+
+
 def test_excluded_layers_and_scales_of_the_cache(tmp_path: Path) -> None:
     scales = {f"model.layers.{n}.self_attn.{x}_proj.{x}_scale": [1.0 + n if x == "k" else 0.5] for n in range(4) for x in "kv"}
     dense = ql.write(
@@ -201,11 +222,15 @@ def test_what_merging_makes_of_an_origin(tmp_path: Path) -> None:
         frozenset({"y", "embedding"}),
         kv_scales={3: (np.ones(1, np.float32), np.full(1, 2, np.float32))},
     )
-    fused = origin.fused({"qk": ("q", "k"), "gate_up": ("gate", "up"), "xy": ("x", "y")})
+    parts = {"qk": ("q", "k"), "gate_up": ("gate", "up"), "xy": ("x", "y")}
+    fused = origin.fused(parts, ["qk", "gate_up", "xy", "o"])
     assert set(fused.grids) == {"qk", "o"}
     assert fused.grids["qk"].scale.shape == (4,)
     assert fused.off_grid == {"gate_up": "why"}
     assert fused.dense == {"embedding", "xy"}
+    mixture = origin.fused(parts, ["qk", "gate_up", "xy", "a.experts.down_proj"])
+    assert set(mixture.grids) == {"qk"}
+    assert mixture.off_grid["a.experts.down_proj"] == "the experts of a layer are one weight"
     fused.save(tmp_path)
     again = Origin.load(tmp_path)
     assert (again.format, again.off_grid, again.dense) == ("gptq", fused.off_grid, fused.dense)
