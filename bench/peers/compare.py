@@ -76,12 +76,15 @@ def prepare(recipe: Recipe, hf: Path, options: argparse.Namespace) -> Contestant
     out = place / f"{hf.name}-{options.precision}"
     names: dict[str, object] = {"python": python, "bin": venv / "bin", "hf": hf, "out": out, "here": HERE, "source": source}
     names["jobs"] = options.jobs
-    expanded = [[part.format(**names) for part in command] for command in converting]
+    building, expanded = ([[part.format(**names) for part in command] for command in commands] for commands in (recipe.build, converting))
     contestant = Contestant(
         recipe.name, precision, python, HERE / recipe.script, out, options.threads,
         min(options.new_tokens, recipe.new_tokens or options.new_tokens), recipe.environment, recipe.remarks,
     )  # fmt: skip
-    contestant.commands = [f"pip install {shlex.join(recipe.packages)}", *(shlex.join(command) for command in expanded)]
+    contestant.commands = [
+        f"pip install {shlex.join(recipe.packages)}",
+        *(shlex.join(command) for command in (*building, *expanded)),
+    ]
     if not (place / "installed").exists():
         print(f"{recipe.name}: installing, log in {log}", file=sys.stderr)
         shutil.rmtree(venv, ignore_errors=True)
@@ -90,8 +93,8 @@ def prepare(recipe: Recipe, hf: Path, options: argparse.Namespace) -> Contestant
         run([str(python), "-m", "pip", "install", "-q", *recipe.packages], log)
         if recipe.uninstall:
             run([str(python), "-m", "pip", "uninstall", "-q", "-y", *recipe.uninstall], log)
-        for command in recipe.build:
-            run([part.format(**names) for part in command], log)
+        for command in building:
+            run(command, log)
         (place / "installed").touch()
     done = place / f"{out.name}.converted"
     if not done.exists():
