@@ -76,7 +76,9 @@ def prepare(recipe: Recipe, hf: Path, options: argparse.Namespace) -> Contestant
     out = place / f"{hf.name}-{options.precision}"
     names: dict[str, object] = {"python": python, "bin": venv / "bin", "hf": hf, "out": out, "here": HERE, "source": source}
     names["jobs"] = options.jobs
-    building, expanded = ([[part.format(**names) for part in command] for command in commands] for commands in (recipe.build, converting))
+    building, expanded = (
+        [[part.format(**names) for part in command] for command in commands] for commands in (recipe.build, converting)
+    )
     contestant = Contestant(
         recipe.name, precision, python, HERE / recipe.script, out, options.threads,
         min(options.new_tokens, recipe.new_tokens or options.new_tokens), recipe.environment, recipe.remarks,
