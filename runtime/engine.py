@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,8 +127,10 @@ class Engine:
         config = config or RuntimeConfig()
         manifest = load_manifest(path, verify_checksums=config.verify_checksums)
         resolved = resolve(config, manifest, kv_cache_free_bytes(manifest))
-        tokenizer = Tokenizer.load(Path(path) / TOKENIZER_DIR)
-        executor = load_executor(path, manifest, resolved)
+        with ThreadPoolExecutor(1) as beside:  # compiling keeps one core busy
+            reading = beside.submit(Tokenizer.load, Path(path) / TOKENIZER_DIR)
+            executor = load_executor(path, manifest, resolved)
+        tokenizer = reading.result()
         roofline = LiveRoofline.load(Path(path), manifest)
         if roofline is not None:
             executor = roofline.attach(executor)
