@@ -19,7 +19,8 @@ from builder.build import _canonical, build
 from builder.checkpoint import load_checkpoint, source_sha256
 from builder.config import BuildConfig
 from builder.quantize import quantize
-from builder.quantize.kept import keep
+from builder.quantize.kept import keep, stored_limits
+from builder.quantize.weights import find_weights
 from builder.quantized.grid import Grid, Origin
 from builder.report import summary
 from builder.targets import tensorrt_quantize
@@ -216,6 +217,8 @@ def test_groups_follow_the_checkpoint_unless_asked_otherwise(canonical: Callable
     origin = Origin.load(place)
     assert origin.grids[QKV].scale.shape == (512, 4)
     assert quantize(graph(place), "int4", origin=origin).checkpoint.kept.keys() == origin.grids.keys()
+    finer = Origin("awq", {QKV: Grid("int4", np.ones((512, 8), np.float32), 32)})
+    assert quantize(graph(place), "int4", origin=finer).group_size == 32  # the widths alone would give 64
     smaller = quantize(graph(place), "int4", group_size=32, origin=origin)
     assert smaller.group_size == 32 and len(smaller.checkpoint.kept) == 16
     model = graph(place)
@@ -233,6 +236,18 @@ def test_static_input_scales_are_the_checkpoints(canonical: Callable[[str], Path
     quantize(model, "fp8", origin=origin)  # without any calibration
     scales = {name: float(v.const_value.numpy()) for name, v in model.graph.initializers.items() if name.endswith(".input_scale")}
     assert sorted(np.float32(list(scales.values())).round(4).tolist()) == np.float32([0.05] * 8 + [0.1] * 4 + [0.8] * 4).tolist()
+
+
+def test_layers_that_read_one_tensor_share_the_largest_scale(exported: Callable[[str], Any]) -> None:
+    model = ir.load(exported("llama").canonical)  # not fused: q, k and v are three
+    weights = [w for w in find_weights(model.graph) if ".layers.0.self_attn." in w.name and "o_proj" not in w.name]
+    assert len(weights) == 3
+    scales = dict(zip((w.name for w in weights), (0.1, 0.3, 0.2), strict=True))
+    grids = {name: Grid("fp8", np.ones(1, np.float32), input_scale=scale) for name, scale in scales.items()}
+    found = stored_limits(Origin(grids=grids), weights, "fp8")
+    assert list(found.values()) == [pytest.approx(0.3 * 448)]
+    assert stored_limits(Origin(grids=grids), weights, "int8") == {}
+    assert stored_limits(Origin(grids=dict(list(grids.items())[:2])), weights, "fp8") == {}  # v's input has no scale
 
 
 def test_a_given_choice_for_the_head_comes_before_the_checkpoints(canonical: Callable[[str], Path]) -> None:
