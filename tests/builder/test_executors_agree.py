@@ -17,7 +17,7 @@ import openvino as ov
 import pytest
 from cpu_engines import Sequences, build, prompt, relative_error
 
-from builder.quantize import activations, gptq, kv_cache, weight_only
+from builder.quantize import activations, fp8, gptq, kv_cache, weight_only
 from builder.quantize.ops import attach
 from builder.quantize.weights import add_initializer
 from builder.targets.openvino_quantize import lower_rounding
@@ -25,7 +25,7 @@ from plugins.paged_attention.openvino import compile_options
 from runtime.executors.reference import ReferenceExecutor
 
 
-def layer(x_width: int, quantized: weight_only.Quantized, block_size: int, limit: float) -> ir.Model:
+def layer(x_width: int, quantized: weight_only.Quantized, dtype: str, block_size: int, limit: float) -> ir.Model:
     """y = rounded(x) · weightᵀ, as builder.quantize writes it."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23})
     x = ir.Value(name="x", shape=ir.Shape(["t", x_width]), type=ir.TensorType(ir.DataType.FLOAT))
@@ -41,13 +41,20 @@ def layer(x_width: int, quantized: weight_only.Quantized, block_size: int, limit
     y = matmul.outputs[0]
     y.name, y.dtype, y.shape = "y", ir.DataType.FLOAT, ir.Shape(["t", quantized.q.shape[0]])  # type: ignore[list-item]
     graph.outputs.append(y)
-    activations.insert(graph, x, [matmul], "int8", block_size=block_size, limit=limit)
+    activations.insert(graph, x, [matmul], dtype, block_size=block_size, limit=limit)
     return ir.Model(graph, ir_version=11)
 
 
 @pytest.mark.parametrize(
     ("weights", "group", "block_size", "limit"),
-    [("int8", 0, 64, 0.0), ("int4", 64, 64, 0.0), ("int4", 32, 32, 0.0), ("int4 rtn", 64, 64, 0.0), ("int8", 0, 0, 30.0)],
+    [
+        ("int8", 0, 64, 0.0),
+        ("int4", 64, 64, 0.0),
+        ("int4", 32, 32, 0.0),
+        ("int4 rtn", 64, 64, 0.0),
+        ("int8", 0, 0, 30.0),
+        ("fp8", 0, 0, 30.0),
+    ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_a_layer_rounds_alike(weights: str, group: int, block_size: int, limit: float, num_tokens: int, tmp_path: Path) -> None:
@@ -56,13 +63,14 @@ def test_a_layer_rounds_alike(weights: str, group: int, block_size: int, limit: 
     width, rows = 576, 192
     matrix = (rng.standard_normal((rows, width)) * 0.05).astype(np.float32)
     x = (rng.standard_normal((num_tokens, width)) * np.exp(rng.standard_normal((num_tokens, width)))).astype(np.float32)
-    if weights == "int8":
-        quantized = weight_only.int8(matrix)
+    dtype = "fp8" if weights == "fp8" else "int8"
+    if group == 0:
+        quantized = {"int8": weight_only.int8, "fp8": fp8.quantize}[weights](matrix)
     else:
         quantized = (
             weight_only.int4(matrix, group) if "rtn" in weights else gptq.int4(matrix, np.eye(width, dtype=np.float32), group)
         )
-    model = layer(width, quantized, block_size, limit)
+    model = layer(width, quantized, dtype, block_size, limit)
     ir.save(attach(model), tmp_path / "canonical.onnx")
     options = ort.SessionOptions()
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # as the reference executor has it
@@ -77,7 +85,7 @@ def test_a_layer_rounds_alike(weights: str, group: int, block_size: int, limit: 
     how = compile_options(key_dtype="f32", value_dtype="f32", dynamic_quantization_group_size=block_size, num_threads=1)
     engine = core.compile_model(core.read_model(tmp_path / "lowered.onnx"), "CPU", how)(x)[0]
 
-    expected = activations.rounded(x, "int8", block_size=block_size, limit=limit) @ quantized.dense().T
+    expected = activations.rounded(x, dtype, block_size=block_size, limit=limit) @ quantized.dense().T
     assert relative_error(reference, expected) < 3e-6
     assert relative_error(engine, expected) < 3e-6
     assert relative_error(x @ quantized.dense().T, expected) > 1e-3  # rounding shows
