@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from runtime.contract import Manifest
 
 MIB = 1 << 20
-BASE = 113 * MIB
+BASE = 125 * MIB
 TOKENIZER_PER_ENTRY = 580
 GRAPH_PER_LAYER = int(1.2 * MIB)
 KERNELS_PER_LENGTH = int(0.6 * MIB)
