@@ -1,12 +1,14 @@
 """Does `runtime bench` see the latencies that NVIDIA's aiperf sees? Both load the same Triton with the same prompts, in turn.
 
     python -m venv V && V/bin/pip install aiperf
-    python bench/agree_with_aiperf.py --aiperf V/bin/aiperf [--engine DIR] [--concurrency 4]
+    python bench/agree_with_aiperf.py --aiperf V/bin/aiperf [--engine DIR] [--request-rate 2]
 
-Closed loop over HTTP generate_stream, EOS ignored, prefix cache off. The figures compared are means per request: latency, TTFT,
-and aiperf's inter-token latency, which is our TPOT. Each ratio is ours over aiperf's; agreement is within 10 %.
+Open loop at an even rate over HTTP generate_stream, EOS ignored, prefix cache off. The figures compared are means per request:
+latency, TTFT, and aiperf's inter-token latency, which is our TPOT. Each ratio is ours over aiperf's; agreement is within 10 %.
 
 What both must see alike:
+    arrivals    in a closed loop of equal requests it is chance whether they end and start together, or a prompt joins others'
+                decoding; that moves milliseconds between TTFT and inter-token latency. At an even rate both ask for the same
     chunks      aiperf overlooks a chunk without text, such as a special token's or half of a character's. It is told to read a
                 letter in each chunk that holds a token, so that its first and last chunk are ours
     tokens      aiperf counts them by tokenizing the text again. Every request has --output-tokens of them, so the inter-token
@@ -50,7 +52,8 @@ def ours(url: str, engine: Path, work: Path, options: argparse.Namespace) -> dic
     run(
         [
             sys.executable, "-m", "runtime.cli", "bench", str(engine), "--url", f"http://{url}", "--dataset", str(trace),
-            "--num-prompts", str(options.requests), "--concurrency", str(options.concurrency), "--warmup", "2", "--quiet",
+            "--num-prompts", str(options.requests), "--request-rate", str(options.request_rate), "--burstiness", "10000",
+            "--warmup", "2", "--quiet",
             "--json", str(report),
         ]
     )  # fmt: skip
@@ -72,7 +75,8 @@ def theirs(url: str, engine: Path, work: Path, options: argparse.Namespace) -> d
             "--extra-inputs", f"payload_template:{template}", "--extra-inputs", f"response_field:{HOLDS_A_TOKEN}",
             "--tokenizer", str(engine / TOKENIZER_DIR), "--input-file", str(work / "theirs.jsonl"),
             "--custom-dataset-type", "single_turn", "--request-count", str(options.requests),
-            "--concurrency", str(options.concurrency), "--warmup-request-count", "2", "--artifact-dir", str(work / "aiperf"),
+            "--request-rate", str(options.request_rate), "--arrival-pattern", "constant",
+            "--warmup-request-count", "2", "--artifact-dir", str(work / "aiperf"),
             "--ui", "none", "--workers-max", "1", "--record-processors", "1", "--no-gpu-telemetry", "--no-server-metrics",
         ]
     )  # fmt: skip
@@ -90,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_engine_options(parser)
     parser.add_argument("--aiperf", type=Path, required=True, help="its executable")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--request-rate", type=float, default=2.0, help="per second; the server must keep up with it")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     options = parser.parse_args(argv)
@@ -119,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "agree_with_aiperf",
         **facts(engine),
         requests=options.requests,
-        concurrency=options.concurrency,
+        request_rate=options.request_rate,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         mean_ms={metric: {name: spread(each, 3) for name, each in values.items()} for metric, values in seen.items()},
