@@ -205,8 +205,12 @@ def _fitting(
         raise InvalidRequest(
             f"memory_bytes={memory_bytes} holds {fitting * block_size} tokens of KV cache beside {need.weights} bytes of weights "
             f"and {need.total - need.weights} of process, activations and logits, but {whose} {wanted * block_size} "
-            f"({wanted * bytes_per_block} bytes); set memory_bytes={need.total + wanted * bytes_per_block} or more, or "
-            f"{'max_model_len' if asked is None else 'the KV cache'} to {fitting * block_size} tokens or less"
+            f"({wanted * bytes_per_block} bytes); set memory_bytes={need.total + wanted * bytes_per_block} or more"
+            + (
+                f", or {'max_model_len' if asked is None else 'the KV cache'} to {fitting * block_size} or less"
+                if fitting
+                else ""
+            )
         )
     return fitting
 

@@ -160,8 +160,8 @@ def test_a_budget_that_is_too_small_says_what_would_fit(
     knob = "max_model_len" if not options else "the KV cache"
     message = (
         f"memory_bytes={budget} holds {fits} tokens of KV cache beside 4096 bytes of weights and {BESIDE - 4096} of process, "
-        f"activations and logits, but {whose} {wanted} ({wanted * 8} bytes); set memory_bytes={BESIDE + wanted * 8} or more, or "
-        f"{knob} to {fits} tokens or less"
+        f"activations and logits, but {whose} {wanted} ({wanted * 8} bytes); set memory_bytes={BESIDE + wanted * 8} or more"
+        + (f", or {knob} to {fits} or less" if fits else "")
     )
     with pytest.raises(InvalidRequest, match=f"^{re.escape(message)}$"):
         resolve(RuntimeConfig(memory_bytes=budget, **options), SIZED)
