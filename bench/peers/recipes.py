@@ -45,7 +45,7 @@ def _onnxruntime(precision: str) -> tuple[Command, ...]:
 def _llama_cpp(kind: str) -> tuple[Command, ...]:
     return (
         ("mkdir", "-p", "{out}"),
-        ("{python}", "{source}/convert_hf_to_gguf.py", "{hf}", "--outtype", "f16", "--outfile", "{out}/f16.gguf"),
+        ("{python}", "{here}/convert_llama_cpp.py", "{source}", "{hf}", "--outtype", "f16", "--outfile", "{out}/f16.gguf"),
         ("{source}/build/bin/llama-quantize", "{out}/f16.gguf", "{out}/model.gguf", kind),
         ("rm", "{out}/f16.gguf"),
         ("ln", "-sf", "{source}/build/bin/llama-batched-bench", "{out}/llama-batched-bench"),

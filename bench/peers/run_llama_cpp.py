@@ -1,6 +1,6 @@
 """llama.cpp: its own llama-batched-bench, whose table becomes the JSON line. MODEL holds model.gguf and the tool.
 
-Every sequence has a prompt of its own, flash attention is on, the KV cache is f16, its default. The tool warms itself up, and
+Every sequence has a prompt of its own, flash attention is on, the KV cache is f16 (q8_0 was slower). The tool warms itself up, and
 takes random tokens where others sample.
 """
 
