@@ -1,7 +1,7 @@
 """llama.cpp: its own llama-batched-bench, whose table becomes the JSON line. MODEL holds model.gguf and the tool.
 
-Every sequence has a prompt of its own, flash attention is on, the KV cache is f16 (q8_0 was slower). The tool warms itself up with
-16 tokens, and takes random tokens where others sample.
+Every sequence has a prompt of its own, flash attention is on, the KV cache is f16 (q8_0 was slower). The tool warms itself up
+with 16 tokens, and takes random tokens where others sample.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def load(options: argparse.Namespace) -> tuple[Generate, dict[str, str]]:
         batch, length = len(prompts), len(prompts[0])
         command = [
             tool, "-m", str(place / "model.gguf"), "-t", str(options.threads), "-tb", str(options.threads),
-            "-c", str(max(64, batch * (length + new_tokens))), "-b", "512", "-ub", "512", "-npp", str(length), "-ntg", str(new_tokens),
-            "-npl", str(batch), "-fa", "on",
+            "-c", str(max(64, batch * (length + new_tokens))), "-b", "512", "-ub", "512",
+            "-npp", str(length), "-ntg", str(new_tokens), "-npl", str(batch), "-fa", "on",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         row = _last_row(done.stdout)
