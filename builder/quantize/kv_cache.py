@@ -2,7 +2,7 @@
 
     f32         as it is
     f16, bf16   one cast and back
-    u8, u4      scale and offset per token and head, from its extremes
+    u8, u4      scale and offset per token and head, for u4 per 32 values of it, from their extremes
     f8, i8      one scale per head from calibration, QuantizeLinear → DequantizeLinear along the head axis
 
 A target that stores the type itself takes the nodes out. Keys and values are told apart: keys need more.
@@ -24,6 +24,7 @@ from builder.quantize.activations import LIMITS
 from builder.quantize.kv_dtypes import parse_pair as parse_pair
 from builder.quantize.weights import add_initializer
 from plugins.paged_attention.op import PAGED_ATTENTION
+from plugins.paged_attention.openvino import u4_group
 from runtime.contract import DOMAIN
 
 Array = npt.NDArray[np.float32]
@@ -52,10 +53,12 @@ def unit_scales(model: ir.Model, key_dtype: str, value_dtype: str) -> dict[str, 
 
 def insert(model: ir.Model, key_dtype: str, value_dtype: str, amax: Mapping[str, Array] | None = None) -> None:
     """In place. `amax` [Hkv] per name of `cached_tensors`."""
+    group = u4_group(node.attributes.get_int("head_dim", 0) for node in _attention(model))
     for node in _attention(model):
+        head_dim = node.attributes.get_int("head_dim", 0)
         for index, dtype in ((_KEY, key_dtype), (_VALUE, value_dtype)):
             if dtype != "f32":
-                _insert(model.graph, node, index, dtype, amax or {})
+                _insert(model.graph, node, index, dtype, amax or {}, group if dtype == "u4" and group else head_dim)
     ops.attach(model)
 
 
@@ -63,7 +66,7 @@ def _attention(model: ir.Model) -> list[ir.Node]:
     return [node for node in model.graph if node.domain == DOMAIN and node.op_type == PAGED_ATTENTION]
 
 
-def _insert(graph: ir.Graph, node: ir.Node, index: int, dtype: str, amax: Mapping[str, Array]) -> None:
+def _insert(graph: ir.Graph, node: ir.Node, index: int, dtype: str, amax: Mapping[str, Array], block_size: int) -> None:
     x = node.inputs[index]
     assert x is not None
     name = str(x.name)
@@ -78,7 +81,8 @@ def _insert(graph: ir.Graph, node: ir.Node, index: int, dtype: str, amax: Mappin
         stored.name, stored.dtype, stored.shape = f"{name}.{dtype}", ir.DataType(int(zero.dtype)), x.shape  # type: ignore[arg-type]
         nodes = [quantize, ir.node("DequantizeLinear", [stored, scale, zero], attributes={"axis": -2})]
     elif dtype in ("u8", "u4"):
-        nodes = [ir.node("StoreUInt", [x], attributes={"levels": 256.0 if dtype == "u8" else 16.0}, domain=DOMAIN)]
+        attributes = {"levels": 256.0 if dtype == "u8" else 16.0, "block_size": block_size}
+        nodes = [ir.node("StoreUInt", [x], attributes=attributes, domain=DOMAIN)]
     else:
         nodes = [ir.node("StoreFloat16" if dtype == "f16" else "StoreBFloat16", [x], domain=DOMAIN)]
     out = nodes[-1].outputs[0]

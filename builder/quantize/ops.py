@@ -5,8 +5,8 @@
     DynamicE4M3(x; block_size, padding)   the same to E4M3
     StoreFloat16(x)                       what a cache of that type gives back
     StoreBFloat16(x)
-    StoreUInt(x; levels)                  a cache of unsigned integers below `levels`: scale and offset per token and head, from
-                                          its extremes
+    StoreUInt(x; levels, block_size)      a cache of unsigned integers below `levels`: scale and offset per token and block_size
+                                          values of a head, from their extremes
 
 A target that does this itself takes the nodes out and sets its own option; see builder.targets.openvino_quantize.
 """
@@ -61,13 +61,16 @@ def StoreBFloat16(x):
 
 
 @script(_forgeline, default_opset=op)
-def StoreUInt(x, levels: float):
-    least = op.ReduceMin(x, op.Constant(value_ints=[-1]), keepdims=1)
-    span = op.Sub(op.ReduceMax(x, op.Constant(value_ints=[-1]), keepdims=1), least)
+def StoreUInt(x, levels: float, block_size: int):
+    size = op.Reshape(op.Constant(value_int=block_size), op.Constant(value_ints=[1]))
+    groups = op.Reshape(x, op.Concat(op.Shape(x, start=0, end=-1), op.Constant(value_ints=[-1]), size, axis=0))
+    least = op.ReduceMin(groups, op.Constant(value_ints=[-1]), keepdims=1)
+    span = op.Sub(op.ReduceMax(groups, op.Constant(value_ints=[-1]), keepdims=1), least)
     one = op.Constant(value_float=1.0)
     step = op.Div(span, op.Sub(op.Constant(value_float=levels), one))
     scale = op.Where(op.Equal(span, op.Constant(value_float=0.0)), one, step)
-    return op.Add(op.Mul(op.Round(op.Div(op.Sub(x, least), scale)), scale), least)
+    stored = op.Add(op.Mul(op.Round(op.Div(op.Sub(groups, least), scale)), scale), least)
+    return op.Reshape(stored, op.Shape(x))
 
 
 _SCRIPTS = (DynamicScale, DynamicInt8, DynamicE4M3, StoreFloat16, StoreBFloat16, StoreUInt)

@@ -100,7 +100,11 @@ def build_plan(
     core = ov.Core()
     group_size = rounding.group_size
     options = paged.compile_options(
-        key_dtype=key_dtype, value_dtype=value_dtype, dynamic_quantization_group_size=group_size, num_threads=num_threads
+        key_dtype=key_dtype,
+        value_dtype=value_dtype,
+        head_dims=[layer.head_dim for layer in spec.layers],
+        dynamic_quantization_group_size=group_size,
+        num_threads=num_threads,
     )
     start = time.perf_counter()
     compiled = core.compile_model(paged.read_model(core, plan_dir / "model.onnx"), "CPU", options)

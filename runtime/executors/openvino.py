@@ -92,6 +92,7 @@ def _compile(path: Path, manifest: Manifest, num_threads: int) -> ov.CompiledMod
     options = paged.compile_options(
         key_dtype=manifest.kv_cache.key_dtype,
         value_dtype=manifest.kv_cache.value_dtype,
+        head_dims=[layer.head_dim for layer in manifest.model.layers],
         dynamic_quantization_group_size=manifest.precision.details["dynamic_quantization_group_size"],
         num_threads=num_threads,
     )

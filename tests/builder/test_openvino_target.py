@@ -85,7 +85,9 @@ def test_rotary_embedding_of_a_part_of_the_head_runs_fused(name: str, engine: Ca
 
 def compiled(built: Built) -> ov.CompiledModel:
     core = ov.Core()
-    options = paged.compile_options(key_dtype="f32", value_dtype="f32", dynamic_quantization_group_size=0, num_threads=1)
+    options = paged.compile_options(
+        key_dtype="f32", value_dtype="f32", head_dims=[], dynamic_quantization_group_size=0, num_threads=1
+    )
     return core.compile_model(paged.read_model(core, built.directory / "plan/model.onnx"), "CPU", options)
 
 

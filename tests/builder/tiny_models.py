@@ -42,6 +42,7 @@ def _configs() -> dict[str, Callable[[], Any]]:
         "llama": lambda: tf.LlamaConfig(**base),
         "llama_rope_scaled": lambda: tf.LlamaConfig(**base, rope_parameters=llama3),
         "llama_tied": lambda: tf.LlamaConfig(**base, tie_word_embeddings=True),
+        "llama_wide_heads": lambda: tf.LlamaConfig(**base, head_dim=64),  # not a family of its own: for caches in groups
         "mistral": lambda: tf.MistralConfig(**base, head_dim=16, sliding_window=WINDOW),
         "mixtral": lambda: tf.MixtralConfig(**base, **moe, num_local_experts=4, sliding_window=None),
         "olmo2": lambda: tf.Olmo2Config(**base),
