@@ -14,7 +14,7 @@ from typing import Any
 from builder.quantized.awq import Awq
 from builder.quantized.compressed_tensors import CompressedTensors
 from builder.quantized.gptq import Gptq
-from builder.quantized.layout import Format, Header, need
+from builder.quantized.layout import Format, Header, damaged, need
 from builder.quantized.modelopt import ModelOpt
 from runtime.errors import UnsupportedModel
 
@@ -60,4 +60,7 @@ def check(fmt: Format, headers: Mapping[str, Header]) -> None:
     """Raises CorruptCheckpoint or UnsupportedModel when a layer lacks a tensor or its tensors do not fit together."""
     for layer, parts in layers(fmt, headers).items():
         need(fmt, layer, parts)
+        for part, header in parts.items():
+            if not header.size:
+                damaged(fmt, f"{layer}.{part}", f"has the shape {list(header.shape)} and so no values")
         fmt.check(layer, parts)

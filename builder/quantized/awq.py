@@ -27,6 +27,7 @@ from builder.quantized.layout import (
     need,
     need_matrix,
     need_shape,
+    text_list,
     unpack,
     unsupported,
     whole_number,
@@ -45,7 +46,7 @@ class Awq:
         self.given = given
         self.bits = whole_number(self, config, "bits", "w_bit")
         self._group_size = whole_number(self, config, "group_size", "q_group_size", default=128)
-        self._kept = [str(name) for name in config.get("modules_to_not_convert") or ()]
+        self._kept = text_list(self, config, "modules_to_not_convert")
         layout = str(config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm").lower()
         if self.bits != 4:
             unsupported(self, f"a weight of {self.bits} bits (only 4 are)")

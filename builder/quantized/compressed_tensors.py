@@ -31,6 +31,7 @@ from builder.quantized.layout import (
     need,
     need_dtype,
     need_matrix,
+    text_list,
     unpack,
     unsupported,
     whole_number,
@@ -56,7 +57,9 @@ class CompressedTensors:
                 "correct config.json"
             )
         self._groups = [dict(group) for group in groups.values()]
-        self._ignored = [str(name) for name in config.get("ignore") or ()]
+        self._ignored = text_list(self, config, "ignore")
+        for pattern in (*self._ignored, *(name for group in self._groups for name in text_list(self, group, "targets"))):
+            _check_pattern(pattern, given)
         self.bits = 4
         for group in self._groups:
             weights = group["weights"]
@@ -68,10 +71,15 @@ class CompressedTensors:
             if bits != 8 and not (bits == 4 and packed):
                 unsupported(self, f"a weight of {bits} bits in the layout {layout} (4 in pack-quantized and 8 are)")
             self.bits = max(self.bits, bits)
-        if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        sparsity, cache = (config.get(name) or {} for name in ("sparsity_config", "kv_cache_scheme"))
+        if not isinstance(sparsity, Mapping) or not isinstance(cache, Mapping):
+            raise CorruptCheckpoint(
+                f"{given}: sparsity_config and kv_cache_scheme of the compressed-tensors quantization must be objects; "
+                "correct config.json"
+            )
+        if sparsity.get("format", "dense") != "dense":
             unsupported(self, "a sparse weight")
-        cache = config.get("kv_cache_scheme") or {}
-        self.kv_dtype = {("float", 8): "fp8", ("int", 8): "int8"}.get((str(cache.get("type")), cache.get("num_bits", 8)), "")
+        self.kv_dtype = {"float 8": "fp8", "int 8": "int8"}.get(f"{cache.get('type')} {cache.get('num_bits', 8)}", "")
 
     def is_quantized(self, headers: Headers) -> bool:
         scaled = any(name in headers for name in ("weight_packed", "weight_scale", "weight_zero_point"))
@@ -83,9 +91,9 @@ class CompressedTensors:
     def _weights(self, layer: str) -> Mapping[str, Any]:
         """The scheme whose targets name the layer; else the first that targets a class of layers."""
         for group in self._groups:
-            if any(_names(str(target), layer) for target in group.get("targets") or ()):
+            if any(_names(target, layer) for target in group.get("targets") or ()):
                 return group["weights"]
-        general = (group for group in self._groups if any("." not in str(name) for name in group.get("targets") or ()))
+        general = (group for group in self._groups if any("." not in name for name in group.get("targets") or ()))
         return next(general, self._groups[0])["weights"]
 
     def _block(self, layer: str) -> Block | None:
@@ -166,6 +174,15 @@ class CompressedTensors:
 
 def _is_scheme(group: Any) -> bool:
     return isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+
+
+def _check_pattern(pattern: str, given: str) -> None:
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise CorruptCheckpoint(
+            f"{given}: {pattern!r} of the compressed-tensors quantization is no regular expression ({error}); correct config.json"
+        ) from None
 
 
 def _names(pattern: str, layer: str) -> bool:

@@ -61,8 +61,9 @@ def read_scaled(
 
 
 def input_scale(tensors: Tensors) -> float | None:
-    """One static, symmetric scale for the layer's input."""
+    """One static, symmetric scale for the layer's input. One that is not positive was never calibrated: None."""
     scale, zero = tensors.get("input_scale"), tensors.get("input_zero_point")
     if scale is None or scale.size != 1 or (zero is not None and zero.any()):
         return None
-    return float(scale.reshape(-1)[0])
+    value = float(scale.reshape(-1)[0])
+    return value if 0 < value < float("inf") else None

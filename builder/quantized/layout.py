@@ -88,6 +88,18 @@ def whole_number(fmt: Format, config: Mapping[str, Any], *names: str, default: i
     return default
 
 
+def text_list(fmt: Format, config: Mapping[str, Any], *names: str) -> list[str]:
+    """The first of `names` that is there; none: empty."""
+    for name in names:
+        if value := config.get(name):
+            if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+                raise CorruptCheckpoint(
+                    f"{fmt.given}: {name} of the {fmt.name} quantization is {value!r} but must be a list of names; correct it"
+                )
+            return value
+    return []
+
+
 def need(fmt: Format, layer: str, headers: Headers, *names: str) -> None:
     """Every one of `names` must be there."""
     for name in names:

@@ -34,6 +34,7 @@ from builder.quantized.layout import (
     need_dtype,
     need_matrix,
     need_shape,
+    text_list,
     unsupported,
     whole_number,
 )
@@ -59,6 +60,10 @@ class ModelOpt:
                 f"{given}: the quantization in hf_quant_config.json is {config!r} but must be an object; correct it"
             )
         by_layer = config.get("quantized_layers") or {}
+        if not isinstance(by_layer, Mapping) or not all(isinstance(layer, Mapping) for layer in by_layer.values()):
+            raise CorruptCheckpoint(
+                f"{given}: quantized_layers of the modelopt quantization must map layers to objects; correct it"
+            )
         algorithm = str(config.get("quant_algo") or "").upper()
         named = (
             {str(layer.get("quant_algo")).upper() for layer in by_layer.values()}
@@ -71,8 +76,10 @@ class ModelOpt:
         self._block: Block | None = None
         if named & set(_BLOCKED):
             size = whole_number(self, config, "group_size", default=_BLOCK)
+            if size < 1:
+                unsupported(self, f"a block of {size}")
             self._block = (size, size)
-        self._excluded = [str(name) for name in config.get("exclude_modules") or config.get("ignore") or ()]
+        self._excluded = text_list(self, config, "exclude_modules", "ignore")
         cache = config.get("kv_cache_quant_algo")
         if cache is None and isinstance(config.get("kv_cache_scheme"), Mapping):
             cache = "FP8" if config["kv_cache_scheme"].get("type") == "float" else "INT8"

@@ -269,6 +269,8 @@ LAYER = "model.layers.2.mlp.up_proj"
         ("gptq", "qweight", lambda t: t.float(), "qweight of the gptq checkpoint is F32 but must be I32"),
         ("gptq", "qweight", lambda t: t[:16], "holds 2 bits for each of 256 inputs but must hold 4"),
         ("gptq", "g_idx", lambda t: t + 1, "names a group beyond the 4 that have scales"),
+        ("gptq", "scales", lambda t: t[:0], "scales of the gptq checkpoint has the shape [0, 704] and so no values; copy"),
+        ("w8a8", "weight_scale", lambda t: t[:, :0], "weight_scale of the compressed-tensors checkpoint has the shape [704, 0]"),
         ("awq", "scales", None, f"lacks {LAYER}.scales of a layer quantized by awq"),
         ("awq", "qzeros", lambda t: t[:2], r"qzeros of the awq checkpoint has the shape [2, 88] but must have [4, 88]"),
         ("w4a16", "weight_scale", None, f"lacks {LAYER}.weight_scale of a layer quantized by compressed-tensors"),
@@ -325,6 +327,34 @@ def test_a_format_that_is_not_read(name: str, changes: dict[str, Any], message: 
     with pytest.raises(UnsupportedModel) as error:
         source_sha256(str(directory))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "message"),
+    [
+        (Awq, {"bits": 4, "modules_to_not_convert": 5}, "modules_to_not_convert of the awq quantization is 5 but must be a list"),
+        (CompressedTensors, {"ignore": ["re:("]}, "'re:(' of the compressed-tensors quantization is no regular expression (miss"),
+        (CompressedTensors, {"ignore": [5]}, "ignore of the compressed-tensors quantization is [5] but must be a list of names"),
+        (CompressedTensors, {"kv_cache_scheme": "fp8"}, "sparsity_config and kv_cache_scheme of the compressed-tensors"),
+        (CompressedTensors, {"config_groups": {"a": {"weights": {}, "targets": 5}}}, "targets of the compressed-tensors"),
+        (ModelOpt, {"quant_algo": "FP8", "exclude_modules": 5}, "exclude_modules of the modelopt quantization is 5 but"),
+        (ModelOpt, {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}}, "must map layers to objects"),
+        (ModelOpt, {"quant_algo": "FP8_PB_WO", "group_size": 0}, "a block of 0 in the modelopt checkpoint is not read"),
+    ],
+)
+def test_a_quantization_of_the_wrong_form(make: Any, config: dict[str, Any], message: str) -> None:
+    if make is CompressedTensors:
+        config = ql.scheme("int-quantized") | config
+    with pytest.raises((CorruptCheckpoint, UnsupportedModel)) as error:
+        make(config, "m")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_input_scale_that_was_never_calibrated() -> None:
+    tensors = {"weight": np.ones((2, 4), np.float32), "weight_scale": np.ones(1, np.float32)}
+    for scale in (0, -1, np.nan, np.inf):
+        grid = ModelOpt({"quant_algo": "FP8"}, "m").read("a", tensors | {"input_scale": np.float32(scale).reshape(1)}).grid
+        assert grid is not None and grid.input_scale is None
 
 
 def test_a_quantization_without_its_numbers(stored: Any, tmp_path: Path) -> None:
