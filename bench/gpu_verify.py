@@ -222,10 +222,20 @@ def report(rows: Sequence[Row], target: str, *, interpret: bool) -> dict[str, An
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "out" / "gpu_verify.json")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / "bench" / "out" / "gpu_verify.json",
+        help="all figures; default: bench/out/gpu_verify.json",
+    )
     parser.add_argument("--only", default="", help="checks whose name contains this")
-    parser.add_argument("--seconds", type=float, default=580)
-    parser.add_argument("--target", choices=("tensorrt", "tensorrt-rtx"), default=pick_target())
+    parser.add_argument("--seconds", type=float, default=580, help="for all checks together; default: 580")
+    parser.add_argument(
+        "--target",
+        choices=("tensorrt", "tensorrt-rtx"),
+        default=pick_target(),
+        help="default: tensorrt, or tensorrt-rtx where only that is installed",
+    )
     parser.add_argument("--model", default="tiny-llama", help="tiny-llama, or anything `builder build` takes")
     parser.add_argument("--interpret", action="store_true", help="kernel checks on the CPU, tiny")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

@@ -33,16 +33,18 @@ def parser() -> argparse.ArgumentParser:
         "model", help="Hugging Face directory, .gguf file, hub id, or a bundled name: smollm2-135m-instruct, gemma-3-270m"
     )
     build.add_argument("--output", "--output_dir", type=Path, required=True, help="the engine directory")
-    build.add_argument("--target", choices=TARGETS, default="cpu")
+    build.add_argument("--target", choices=TARGETS, default="cpu", help="what runs the engine; default: cpu")
     build.add_argument("--precision", choices=_EVERY_PRECISION, help="default: fp32 on the CPU, fp16 on a GPU")
     build.add_argument("--kv-cache-dtype", type=_kv_dtype, default="auto", help="auto: by precision; or KEYS:VALUES")
     build.add_argument(
         "--group-size", type=int, choices=(32, 64, 128), help="int4: weights per scale; default: the largest that fits"
     )
     build.add_argument("--max-model-len", type=int, help="prompt and output tokens of one sequence; default: the model's, ≤ 8192")
-    build.add_argument("--max-num-seqs", type=int, default=32, help="sequences that may run at once")
-    build.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step: the prefill chunk")
-    build.add_argument("--eval-tokens", type=int, default=2048, help="held-out tokens for the accuracy report; 0: none")
+    build.add_argument("--max-num-seqs", type=int, default=32, help="sequences that may run at once; default: 32")
+    build.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step: the prefill chunk; default: 512")
+    build.add_argument(
+        "--eval-tokens", type=int, default=2048, help="held-out tokens for the accuracy report; 0: none; default: 2048"
+    )
     build.add_argument("--max-ppl-increase", type=float, default=5.0, help="per cent of perplexity that may be lost; default: 5")
     build.add_argument("--max-kl", type=float, help="mean KL divergence, in nats, that may be reached; default: no limit")
     build.add_argument("--fallback", action="store_true", help="raise the noisiest layers' precision until the limits hold")
@@ -60,11 +62,13 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument(
         "--calibration-samples", type=int, default=32, help="windows of 512 tokens; 0: none, int4 rounds to nearest"
     )
-    build.add_argument("--calibration-method", choices=METHODS, default="max", help="how a static range is chosen")
-    build.add_argument("--target-arch", type=_names, default=(), help="GPU architectures, e.g. sm89,sm120: a plan for each")
+    build.add_argument("--calibration-method", choices=METHODS, default="max", help="how a static range is chosen; default: max")
+    build.add_argument(
+        "--target-arch", type=_names, default=(), help="GPU architectures, a plan for each; tensorrt-rtx: default sm89,sm120"
+    )
     build.add_argument("--workspace", type=_size, help="GPU memory a layer may use while it runs, e.g. 512M; default: no limit")
     build.add_argument("--timing-cache", type=Path, help="file of the GPU builder's timings, read when it exists and written")
-    build.add_argument("--optimization-level", type=int, default=3, help="the GPU builder's effort, 0 to 5")
+    build.add_argument("--optimization-level", type=int, default=3, help="the GPU builder's effort, 0 to 5; default: 3")
     build.add_argument("--detailed-profiling", action="store_true", help="keep layer names in the plan, for profilers")
     build.add_argument("--no-cache", action="store_true", help="neither read nor write the build cache")
     build.add_argument("--json", action="store_true", help="print the report as JSON, errors too")
@@ -72,12 +76,12 @@ def parser() -> argparse.ArgumentParser:
     plan_command.add_parser(commands, _size)
 
     inspect = commands.add_parser("inspect", help="check an engine and show what is in it")
-    inspect.add_argument("engine", type=Path)
-    inspect.add_argument("--json", action="store_true")
+    inspect.add_argument("engine", type=Path, help="the directory that `builder build` wrote")
+    inspect.add_argument("--json", action="store_true", help="print the manifest and the report as JSON, errors too")
 
     deploy = commands.add_parser("deploy", help="write an engine into a Triton model repository")
-    deploy.add_argument("engine", type=Path)
-    deploy.add_argument("--repository", type=Path, required=True)
+    deploy.add_argument("engine", type=Path, help="the directory that `builder build` wrote")
+    deploy.add_argument("--repository", type=Path, required=True, help="Triton's model repository; made when it is not there")
     deploy.add_argument("--name", required=True, help="the model's name in Triton")
     deploy.add_argument("--copy", action="store_true", help="copy the engine into the repository instead of pointing at it")
     deploy.add_argument(

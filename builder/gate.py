@@ -120,8 +120,12 @@ def remedies(
     blamed = max(shares, key=lambda name: shares[name]) if shares else "weights"
     if blamed == "kv_cache":
         wider = "bf16" if "f8" in (key_dtype, value_dtype) else "f16"
-        if key_dtype in ("f8", "i8", "u8", "u4"):
+        if key_dtype in ("f8", "i8"):
             found.append(f"--kv-cache-dtype {wider}:{value_dtype} or {wider}, which keep keys wider")
+        if "u4" in (key_dtype, value_dtype):
+            found.append("--kv-cache-dtype u8")
+        if "u8" in (key_dtype, value_dtype):
+            found.append("--kv-cache-dtype f16")
         found.append("--kv-cache-dtype f32")
     if blamed == "activations" and static:
         found.append("--activation-scales dynamic")

@@ -143,14 +143,14 @@ def make_plan(
     left = budget - beside
     if need is not None and left < per_token:
         raise BuildError(
-            f"{shape.name} in {precision} needs {beside / GIB:.2f} GiB for a process that serves it, {need.weights / GIB:.2f} of "
-            f"them weights, and {per_token:.0f} bytes per token but there are {budget / GIB:.2f} GiB; choose a narrower "
+            f"{shape.name} in {precision} needs {_size(beside)} for a process that serves it, {_size(need.weights)} of "
+            f"them weights, and {per_token:.0f} bytes per token but there are {_size(budget)}; choose a narrower "
             "--precision or more memory"
         )
     if left <= 0:
         raise BuildError(
-            f"{shape.name} in {precision} needs {weights / GIB:.2f} GiB of weights and {activations / GIB:.2f} GiB of "
-            f"activations but there are {budget / GIB:.2f} GiB; choose a narrower --precision or more memory"
+            f"{shape.name} in {precision} needs {_size(weights)} of weights and {_size(activations)} of "
+            f"activations but there are {_size(budget)}; choose a narrower --precision or more memory"
         )
     tokens = int(left // per_token)
     plan: dict[str, Any] = {
@@ -169,6 +169,7 @@ def make_plan(
         "concurrency": concurrency,
         "max_tokens": tokens,
         "max_sequences": tokens // context,
+        "max_position_embeddings": shape.max_position_embeddings,
         "largest_context": min(tokens // concurrency, shape.max_position_embeddings),
         "fits": tokens >= context * concurrency,
         "total_bytes": int(beside + per_token * context * concurrency),
@@ -188,33 +189,62 @@ def make_plan(
     return plan
 
 
+def _size(count: float) -> str:
+    """Bytes in the largest unit of which there is a tenth."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= 0.1 * size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _milliseconds(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.{2 if milliseconds >= 1 else 3}f} ms" if milliseconds >= 0.01 else f"{milliseconds:.2g} ms"
+
+
 def summary(plan: dict[str, Any]) -> str:
     kv = plan["kv_bytes_per_token"]
+    kv_text = f"{kv / (1 << 20):.4g} MiB" if kv >= 1 << 18 else f"{kv / 1024:.4g} KiB"
     lines = [
-        f"model       {plan['model']}, {plan['num_parameters'] / 1e9:.3f} B parameters, precision {plan['precision']}",
-        f"weights     {plan['weight_bytes'] / GIB:.2f} GiB; activations {plan['activation_bytes'] / GIB:.3f} GiB",
-        f"KV cache    {kv / (1 << 20):.4g} MiB per token ({plan['key_dtype']}:{plan['value_dtype']}), "
-        f"{plan['kv_bytes_per_sequence'] / GIB:.2f} GiB per sequence of {plan['context']} tokens",
+        f"model       {plan['model']}, {_count(plan['num_parameters'])} parameters, precision {plan['precision']}",
+        f"weights     {_size(plan['weight_bytes'])}; activations {_size(plan['activation_bytes'])}",
+        f"KV cache    {kv_text} per token ({plan['key_dtype']}:{plan['value_dtype']}), "
+        f"{_size(plan['kv_bytes_per_sequence'])} per sequence of {plan['context']} tokens",
         "            "
         + ", ".join(f"{dtype} {size / 1024:.4g} KiB" for dtype, size in plan["kv_bytes_by_dtype"].items())
         + " per token",
-        f"memory      {plan['memory_bytes'] / GIB:.2f} GiB hold {plan['max_tokens']} tokens: {plan['max_sequences']} sequences "
-        f"of {plan['context']}; the largest context for {plan['concurrency']} is {plan['largest_context']}",
-        f"asked       {plan['concurrency']} × {plan['context']} tokens need {plan['total_bytes'] / GIB:.2f} GiB: "
+        f"memory      {_size(plan['memory_bytes'])} hold {plan['max_tokens']} tokens: "
+        f"{plan['max_sequences']} × {plan['context']}; the largest context for {plan['concurrency']} is "
+        f"{plan['largest_context']}",
+        f"asked       {plan['concurrency']} × {plan['context']} tokens need {_size(plan['total_bytes'])}: "
         + ("fits" if plan["fits"] else "does not fit"),
     ]
+    if plan["context"] > plan["max_position_embeddings"]:
+        lines.append(
+            f"            --context {plan['context']} is beyond the {plan['max_position_embeddings']} positions of the model: "
+            "`builder build` refuses it"
+        )
     if "process_bytes" in plan:
         parts = ", ".join(f"{name} {size / (1 << 20):.0f}" for name, size in plan["process_bytes"].items())
-        lines.insert(2, f"process     {sum(plan['process_bytes'].values()) / GIB:.2f} GiB beside the KV cache (MiB: {parts})")
+        lines.insert(2, f"process     {_size(sum(plan['process_bytes'].values()))} beside the KV cache (MiB: {parts})")
     if "hardware" in plan:
         one, batch, full = plan["decode"], plan["decode_batch"], plan["decode_batch_full_context"]
         count = plan["concurrency"]
         lines += [
-            f"decode      {plan['hardware']}: {1e3 * one['memory_s']:.2f} ms per token reading weights, "
-            f"{1e3 * one['arithmetic_s']:.3f} ms of arithmetic ({100 * one['arithmetic_idle']:.1f} % idle)",
-            f"            batch {count}: {1e3 * batch['step_s']:.2f} ms a step against "
-            f"{1e3 * count * one['step_s']:.0f} ms one by one; "
-            f"{1e3 * full['step_s']:.2f} ms with {plan['context']} cached tokens each",
-            f"prefill     {1e3 * plan['prefill_s']:.2f} ms for {plan['context']} tokens",
+            f"decode      {plan['hardware']}: {_milliseconds(one['memory_s'])} per token reading weights, "
+            f"{_milliseconds(one['arithmetic_s'])} of arithmetic ({100 * one['arithmetic_idle']:.1f} % idle)",
+            "            "
+            + (
+                f"batch {count}: {_milliseconds(batch['step_s'])} a step against "
+                f"{1e3 * count * one['step_s']:.3g} ms one by one; "
+                if count > 1
+                else ""
+            )
+            + f"{_milliseconds(full['step_s'])} with {plan['context']} cached tokens{' each' if count > 1 else ''}",
+            f"prefill     {_milliseconds(plan['prefill_s'])} for {plan['context']} tokens",
         ]
     return "\n".join(lines)

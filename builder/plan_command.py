@@ -10,7 +10,7 @@ from typing import Any
 from builder.config import PRECISIONS
 from builder.plan import GPUS, make_plan, summary
 from builder.quantize.kv_dtypes import parse_pair
-from runtime.errors import InvalidRequest
+from runtime.errors import BuildError, InvalidRequest
 
 _PRECISIONS = tuple(dict.fromkeys(name for names in PRECISIONS.values() for name in names))
 
@@ -18,19 +18,24 @@ _PRECISIONS = tuple(dict.fromkeys(name for names in PRECISIONS.values() for name
 def add_parser(commands: Any, size: Callable[[str], int]) -> None:
     plan = commands.add_parser("plan", help="memory and least times of a model on a machine, before building it")
     plan.add_argument("model", help="as for build; a directory needs its config.json only")
-    plan.add_argument("--precision", choices=_PRECISIONS, default="fp16")
+    plan.add_argument(
+        "--precision",
+        choices=_PRECISIONS,
+        default="fp16",
+        help="default: fp16. Without --gpu, one that the CPU target has is planned for the CPU: all but fp16",
+    )
     plan.add_argument(
         "--kv-cache-dtype",
         default="auto",
-        help="a type or KEYS:VALUES; auto: f32 for fp32, u8 for int8 and int4 on the CPU, else f16",
+        help="a type or KEYS:VALUES; auto: as the build; on the CPU f32 for fp32, f16 for bf16, else u8; on a GPU 16 bit",
     )
     plan.add_argument("--memory", type=size, help="such as 24GiB; default: the GPU's, or this machine's")
     plan.add_argument("--gpu", choices=tuple(GPUS), help="take memory, bandwidth and arithmetic from its data sheet")
-    plan.add_argument("--context", type=int, default=4096, help="tokens of one sequence")
-    plan.add_argument("--concurrency", type=int, default=1, help="sequences at once")
-    plan.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
+    plan.add_argument("--context", type=int, help="tokens of one sequence; default: 4096, or the model's positions if fewer")
+    plan.add_argument("--concurrency", type=int, default=1, help="sequences at once; default: 1")
+    plan.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step; default: 512")
     plan.add_argument("--parameters", type=float, help="count this many instead, e.g. 7e9")
-    plan.add_argument("--json", action="store_true")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON, errors too")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -41,9 +46,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if value is not None and not value >= 1:
             raise InvalidRequest(f"--{name.replace('_', '-')} is {value} but must be at least 1")
     on_cpu = arguments.gpu is None and arguments.precision in PRECISIONS["cpu"]
-    narrow = "u8" if on_cpu and arguments.precision != "bf16" else "f16"
-    auto = ("f32", "f32") if arguments.precision == "fp32" else (narrow, narrow)
-    key_dtype, value_dtype = auto if arguments.kv_cache_dtype == "auto" else parse_pair(arguments.kv_cache_dtype)
+    key_dtype, value_dtype = _kv_types(arguments.kv_cache_dtype, arguments.precision, on_cpu)
     shape = shape_of(arguments.model)
     if arguments.parameters:
         shape = dataclasses.replace(shape, num_parameters=int(arguments.parameters))
@@ -54,7 +57,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         value_dtype=value_dtype,
         hardware=GPUS[arguments.gpu] if arguments.gpu else None,
         memory=arguments.memory,
-        context=arguments.context,
+        context=arguments.context or min(4096, shape.max_position_embeddings),
         concurrency=arguments.concurrency,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         process=on_cpu,
@@ -62,3 +65,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.json:
         print(summary(result))
     return result
+
+
+def _kv_types(requested: str, precision: str, on_cpu: bool) -> tuple[str, str]:
+    """(key, value) types: the build's. Raises BuildError for a pair that the CPU target cannot store."""
+    narrow = "u8" if on_cpu and precision != "bf16" else "f16"
+    if requested == "auto":
+        auto = "f32" if precision == "fp32" else narrow
+        return auto, auto
+    chosen = parse_pair(requested)
+    if on_cpu:
+        from plugins.paged_attention.openvino import KV_PAIRS
+
+        if chosen not in KV_PAIRS:
+            known = ", ".join(key if key == value else f"{key}:{value}" for key, value in KV_PAIRS)
+            raise BuildError(
+                f"the cpu target cannot store the KV cache as {requested}; choose one of auto, {known}, "
+                "or plan for a GPU with --gpu"
+            )
+    return chosen

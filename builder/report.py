@@ -108,6 +108,12 @@ def summary(report: Mapping[str, Any]) -> str:
         f"KV memory   {memory['kv_bytes_per_token']} bytes per token, "
         f"{memory['kv_bytes_per_sequence'] / 1e6:.1f} MB per sequence of {memory['max_model_len']} tokens",
     ]
+    if plans := report.get("plans"):
+        sizes = (
+            f"{arch} {plan['plan_bytes'] / 1e6:.1f} MB, {plan['attention_plugins']} attention plugins"
+            for arch, plan in plans.items()
+        )
+        lines.append("plans       " + "; ".join(sizes))
     accuracy = report.get("accuracy") or {}
     if stored := weights.get("checkpoint"):
         lines.append(f"checkpoint  {_checkpoint(stored)}")
@@ -127,7 +133,10 @@ def summary(report: Mapping[str, Any]) -> str:
             lines.append("            KL with, in turn, " + ", ".join(named))
         if accuracy.get("fallback"):
             raised = accuracy["fallback"]["raised"]
-            lines.append(f"fallback    {len(raised)} layers raised: " + ", ".join(f"{n} to {t}" for n, t in raised.items()))
+            lines.append(
+                f"fallback    {len(raised)} {'layers' if len(raised) > 1 else 'layer'} raised: "
+                + ", ".join(f"{n} to {t}" for n, t in raised.items())
+            )
     build = report.get("build") or {}
     if build:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build["seconds"].items())

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="say what is on this machine and what will work on it")
     doctor.add_argument("engine", type=Path, nargs="?", help="also say whether this engine loads here")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="the same as JSON")
 
     bench = commands.add_parser("bench", help=HELP, description=HELP[0].upper() + HELP[1:] + ".")
     add_options(bench)

@@ -29,16 +29,19 @@ def add_options(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--model", default="llm", help="name of the model on that server")
 
     work = bench.add_argument_group("workload")
-    work.add_argument("--num-prompts", "--num-requests", type=int, default=64)
+    work.add_argument("--num-prompts", "--num-requests", type=int, default=64, help="requests of the run; default: 64")
     work.add_argument(
-        "--input-len", default="128", metavar="LENGTH", help="N, uniform:min=,max=, normal:mean=,std=, lognormal:median=,sigma="
+        "--input-len",
+        default="128",
+        metavar="LENGTH",
+        help="N, uniform:min=,max=, normal:mean=,std=, lognormal:median=,sigma=; default: 128",
     )
-    work.add_argument("--output-len", default="64", metavar="LENGTH")
+    work.add_argument("--output-len", default="64", metavar="LENGTH", help="as --input-len; default: 64")
     work.add_argument("--shared-prefix-len", type=int, default=0, help="first tokens that all prompts share")
     work.add_argument("--dataset", type=Path, metavar="JSONL", help="requests from a file instead (docs/benchmarking.md)")
     work.add_argument("--prompts", choices=("ids", "text"), help="default: ids in this process, text through Triton")
-    work.add_argument("--seed", type=int, default=0)
-    work.add_argument("--warmup", type=int, default=2, help="requests before the run that are not counted")
+    work.add_argument("--seed", type=int, default=0, help="of prompts, lengths, arrivals and sampling; default: 0")
+    work.add_argument("--warmup", type=int, default=2, help="requests before the run that are not counted; default: 2")
 
     load = bench.add_argument_group("arrivals", "default: all at once")
     load.add_argument(
@@ -50,10 +53,12 @@ def add_options(bench: argparse.ArgumentParser) -> None:
     load.add_argument("--speed", type=float, default=1.0, help="replay faster by this factor")
 
     sampling = bench.add_argument_group("sampling")
-    sampling.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
-    sampling.add_argument("--temperature", type=float, default=0.0)
-    sampling.add_argument("--top-k", type=int, default=0)
-    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="go on to the output length; default: yes"
+    )
+    sampling.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
+    sampling.add_argument("--top-k", type=int, default=0, help="default 0: off")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="default 1: off")
 
     judge = bench.add_argument_group("judging")
     judge.add_argument(
@@ -63,13 +68,15 @@ def add_options(bench: argparse.ArgumentParser) -> None:
         "--knee", action="store_true", help="run concurrency 1, 2, 4, … and write the knee into the engine's manifest"
     )
     judge.add_argument("--no-write", action="store_true", help="with --knee: print it only")
-    judge.add_argument("--roofline", action=argparse.BooleanOptionalAction, default=True)
+    judge.add_argument(
+        "--roofline", action=argparse.BooleanOptionalAction, default=True, help="share of what the machine can do; default: yes"
+    )
     judge.add_argument("--measure-machine", action="store_true", help="measure the machine's peaks again")
 
     output = bench.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE")
+    output.add_argument("--json", type=Path, metavar="FILE", help="the whole report")
     output.add_argument("--csv", type=Path, metavar="FILE", help="one line per request")
-    output.add_argument("--plot", type=Path, metavar="PNG")
+    output.add_argument("--plot", type=Path, metavar="PNG", help="needs the bench extra")
     output.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

@@ -73,6 +73,9 @@ def test_a_refusal_has_the_figures_the_layers_and_what_the_loss_points_at() -> N
     told["kv_cache"]["mean_kl"] = 0.6
     (first, *_) = gate.remedies("fp8", "f8", "f8", told, static=True, fallback=False)
     assert first.startswith("--kv-cache-dtype bf16:f8 or bf16")
+    for value, expected in (("u4", ["u8", "f16", "f32"]), ("u8", ["f16", "f32"])):  # pairs that the CPU target has
+        found = gate.remedies("int8", "u8", value, told, static=False, fallback=True)
+        assert [each.split()[-1] for each in found if each.startswith("--kv-cache-dtype")] == expected
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,10 @@ def test_what_is_left_beside_weights_becomes_tokens() -> None:
     assert plan["max_sequences"] == plan["max_tokens"] // 512
     assert plan["largest_context"] == min(1024, plan["max_tokens"] // 4)
     assert plan["fits"] == (plan["max_tokens"] >= 2048)
-    with pytest.raises(BuildError, match=r"m in fp32 needs 0\.00 GiB of weights .* choose a narrower --precision or more memory"):
+    with pytest.raises(
+        BuildError,
+        match=r"m in fp32 needs 3\.81 MiB of weights and .* MiB of activations .* choose a narrower --precision or more memory",
+    ):
         make_plan(
             SHAPE, precision="fp32", key_dtype="f32", value_dtype="f32", hardware=None, memory=4_000_001, context=1, concurrency=1
         )
@@ -85,7 +88,9 @@ def test_on_the_cpu_the_whole_process_counts() -> None:
     assert need.logits == 8 * 4 * 2048
     assert plan["max_tokens"] == ((1 << 30) - need.total) // plan["kv_bytes_per_token"]
     assert plan["total_bytes"] == need.total + plan["kv_bytes_per_token"] * 2048
-    with pytest.raises(BuildError, match=r"needs 0\.\d+ GiB for a process that serves it, 0\.00 of them weights, and 1152 bytes"):
+    with pytest.raises(
+        BuildError, match=r"needs 0\.\d+ GiB for a process that serves it, 0\.96 MiB of them weights, and 1152 bytes"
+    ):
         make_plan(SHAPE, precision="int8", memory=need.total + 1151, process=True, **options)
     assert make_plan(SHAPE, precision="int8", memory=need.total + 1152, process=True, **options)["max_tokens"] == 1
 
@@ -140,3 +145,24 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     assert main(["plan", str(tmp_path)]) == 2
     assert "cannot be planned" in capsys.readouterr().err
+
+
+def test_small_models_and_long_contexts_are_told_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(LLAMA_2_7B | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4})
+    )
+    assert main(["plan", str(tmp_path), "--precision", "int8", "--memory", "2GiB", "--context", "8192"]) == 0
+    text = capsys.readouterr().out
+    assert "0.00 GiB" not in text
+    assert "--context 8192 is beyond the 4096 positions of the model" in text
+    assert main(["plan", str(tmp_path), "--gpu", "l4"]) == 0
+    text = capsys.readouterr().out
+    assert "0.00 " not in text
+    assert "beyond" not in text
+
+
+def test_a_cache_the_cpu_cannot_store_is_refused_as_by_the_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    assert main(["plan", str(tmp_path), "--precision", "int8", "--kv-cache-dtype", "bf16:f8"]) == 2
+    assert "the cpu target cannot store the KV cache as bf16:f8" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path), "--precision", "int8", "--kv-cache-dtype", "bf16:f8", "--gpu", "h100"]) == 0
