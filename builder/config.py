@@ -100,6 +100,11 @@ class BuildConfig:
             raise BuildError(f"--calibration-samples is {self.calibration_samples} but must be 0 or more")
         if self.eval_tokens < 0 or self.eval_tokens == 1:
             raise BuildError(f"--eval-tokens is {self.eval_tokens} but must be 0 (no evaluation) or at least 2")
+        for name, given in (("max-kl", self.max_kl is not None), ("fallback", self.fallback)):
+            if given and not self.eval_tokens:
+                raise BuildError(
+                    f"--{name} needs a measurement, and with --eval-tokens 0 nothing is measured; leave one of them out"
+                )
 
     def key(self, source_sha256: str) -> str:
         """Hash of the model's content, every option that shapes the engine, this package's code and the libraries' versions."""

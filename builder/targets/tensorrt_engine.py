@@ -18,7 +18,7 @@ from builder.quantized.grid import Origin
 from builder.stages import Stages
 from builder.targets import tensorrt, tensorrt_quantize
 from builder.targets.compiled import Compiled
-from builder.targets.tensorrt_adapter import TENSORRT_RTX, BuildOptions
+from builder.targets.tensorrt_adapter import TENSORRT_RTX, BuildOptions, library
 from builder.targets.tensorrt_calibrate import calibrate
 from builder.targets.tensorrt_reference import to_reference
 from runtime.contract import PLAN_DIR, Manifest, ModelSpec
@@ -47,6 +47,7 @@ def compile_engine(
     _check_activation_scales(config, scheme.activations)
     kv = tensorrt.resolve_kv_dtype(config.kv_cache_dtype, config.precision)
     architectures = tensorrt.resolve_architectures(config.target, config.target_arch)
+    library(config.target)  # its absence is better told before calibration than after
     if config.timing_cache is not None and config.target == TENSORRT_RTX:
         stages.note("--timing-cache has no effect: TensorRT-RTX times no kernels when it builds, it compiles them when it runs")
     model = ir.load(canonical / "model.onnx")

@@ -198,18 +198,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory for <arch>/<name>.cubin and .json")
     parser.add_argument("--arch", type=parse_arch, default=list(ARCHITECTURES), help="e.g. sm80,sm89 (default: all)")
     parser.add_argument("--only", default="", help="compile only kernels whose name contains this")
-    parser.add_argument("--subset", choices=("shipped", "representative"), default="shipped")
+    parser.add_argument("--subset", choices=("shipped", "representative"), default="shipped", help="default: shipped")
     parser.add_argument("--block-size", type=int, action="append", help="tokens per block (default 64; repeatable)")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args(argv)
     variants = matrix.shipped(tuple(args.block_size or (64,))) if args.subset == "shipped" else matrix.representative()
     jobs = [(spec, arch) for arch in args.arch for spec in matrix.for_variants(variants, arch) if args.only in spec.name]
+    if not jobs:
+        parser.error(f"no kernel has a name that contains {args.only!r}")
     started = time.perf_counter()
     failures = build(jobs, args.out, args.jobs)
     print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels, {time.perf_counter() - started:.0f} s")
     for failure in failures:
         print(failure, file=sys.stderr)
-    return 1 if failures or not jobs else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -98,6 +98,8 @@ def test_options_out_of_range(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "--eval-tokens is 1 but must be 0 (no evaluation) or at least 2" in refuse_build(
         capsys, tmp_path, TINY, "--eval-tokens", "1"
     )
+    for limit in (["--fallback"], ["--max-kl", "0.1"]):
+        assert f"{limit[0]} needs a measurement" in refuse_build(capsys, tmp_path, TINY, "--eval-tokens", "0", *limit)
     assert "--max-num-seqs is 0 but must be at least 1" in refuse_build(capsys, tmp_path, TINY, "--max-num-seqs", "0")
     assert "--group-size 64 is for --precision int4, not int8" in refuse_build(
         capsys, tmp_path, TINY, "--precision", "int8", "--group-size", "64"
