@@ -49,7 +49,10 @@ def load(path: Path | None, tokenizer: Tokenizer, *, samples: int = SAMPLES, con
     texts = [calibration_text()] if path is None else _read(path, tokenizer)
     token_ids: list[int] = []
     for text in texts:
-        token_ids += tokenizer.encode(text, add_special_tokens=False)
+        try:
+            token_ids += tokenizer.encode(text, add_special_tokens=False)
+        except ForgelineError as error:
+            raise BuildError(f"the calibration data {path} cannot be tokenized: {error}") from None
     if len(token_ids) < MIN_TOKENS:
         raise BuildError(
             f"the calibration text {path} has {len(token_ids)} tokens but at least {MIN_TOKENS} are needed; give a longer one, "
@@ -91,8 +94,9 @@ def _entry(path: Path, number: int, line: str, tokenizer: Tokenizer) -> str:
     where = f"line {number} of the calibration data {path}"
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BuildError(f"{where} is not JSON ({error.msg}); a .jsonl file has one JSON value per line") from None
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise BuildError(f"{where} is not JSON ({reason}); a .jsonl file has one JSON value per line") from None
     if isinstance(entry, str):
         return entry
     if isinstance(entry, dict):

@@ -138,6 +138,7 @@ def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = 
     max_model_len = limited("max_model_len", manifest.max_model_len)
     max_num_seqs = limited("max_num_seqs", default_max_num_seqs(manifest))
     max_num_batched_tokens = config.max_num_batched_tokens or manifest.max_num_batched_tokens
+    max_num_batched_tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)  # no step has more
     if max_num_batched_tokens < max_num_seqs:
         raise InvalidRequest(
             f"max_num_batched_tokens={max_num_batched_tokens} is smaller than max_num_seqs={max_num_seqs}, so a full batch could "
@@ -168,8 +169,8 @@ def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = 
         need = blocks_per_seq * bytes_per_block
         raise ManifestMismatch(
             f"the KV cache has {num_blocks} blocks ({num_blocks * bytes_per_block} bytes) but one sequence of "
-            f"max_model_len={max_model_len} needs {blocks_per_seq} ({need} bytes); set kv_cache_memory_bytes={need} or more, "
-            f"or max_model_len={num_blocks * block_size} or less"
+            f"max_model_len={max_model_len} needs {blocks_per_seq} ({need} bytes); set kv_cache_memory_bytes={need} or more"
+            + (f", or max_model_len={num_blocks * block_size} or less" if num_blocks else "")
         )
     if num_blocks * bytes_per_block > free_bytes:
         name, unit = ("num_blocks", bytes_per_block) if config.num_blocks is not None else ("kv_cache_memory_bytes", 1)

@@ -36,6 +36,8 @@ class LLM:
 
     def __init__(self, engine: str | os.PathLike[str], **options: Any) -> None:
         """`options` are the fields of RuntimeConfig."""
+        if not isinstance(engine, (str, os.PathLike)):
+            raise InvalidRequest(f"engine is {engine!r} but must be the directory that `builder build` wrote")
         self._adopt(Engine.load(engine, from_options(options)))
 
     def _adopt(self, engine: Engine) -> None:
@@ -57,6 +59,8 @@ class LLM:
         return self._encode_chat([{"role": "user", "content": prompt}]) if chat else self.engine.encode(prompt)
 
     def _encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        if not isinstance(messages, Iterable):
+            raise InvalidRequest(f"messages is {messages!r} but must be a list of objects with a role and content")
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return self.engine.encode(text, add_special_tokens=False)
 

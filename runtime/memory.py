@@ -75,16 +75,15 @@ def beside_pool(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> BesidePool:
-    from runtime.executors.padding import padded_length  # executors import runtime.config, which needs this module
+    from runtime.executors.padding import num_lengths, padded_length  # executors import runtime.config, which needs this module
 
     largest = padded_length(max_num_batched_tokens)
     layer_width = (parameters - tables) / (num_layers * hidden_size)
-    lengths = len({padded_length(length) for length in range(1, max_num_batched_tokens + 1)})
     return BesidePool(
         base=BASE,
         tokenizer=TOKENIZER_PER_ENTRY * vocab_size,
         graph=GRAPH_PER_LAYER * num_layers,
-        kernels=KERNELS_PER_LENGTH * lengths if quantized_inputs else 0,
+        kernels=KERNELS_PER_LENGTH * num_lengths(max_num_batched_tokens) if quantized_inputs else 0,
         weights=int(loaded_weights),
         activations=int(2 * _FLOAT * largest * layer_width),
         logits=2 * _FLOAT * max_num_seqs * vocab_size,

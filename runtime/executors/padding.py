@@ -24,6 +24,12 @@ def padded_length(num_tokens: int) -> int:
     return -(-num_tokens // multiple) * multiple
 
 
+def num_lengths(max_tokens: int) -> int:
+    """How many lengths steps of 1 to `max_tokens` tokens are padded to."""
+    by_8, by_32 = min(max_tokens, 128) - EXACT, max_tokens - 128
+    return max(1, min(max_tokens, EXACT) - 1) + -(-max(0, by_8) // 8) + -(-max(0, by_32) // 32)
+
+
 def pad(inputs: StepInputs, scratch_block: int, block_size: int) -> StepInputs:
     """`inputs` with a last sequence of new tokens 0 in `scratch_block` where padding is due; rows of logits stay the same."""
     num_tokens = len(inputs.input_ids)

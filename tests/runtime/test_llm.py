@@ -50,6 +50,13 @@ def test_a_chat_of_too_many_tokens_is_refused(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "once upon a time " * 15}], PARAMS)
 
 
+def test_an_engine_and_messages_of_another_kind(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"^engine is None but must be the directory that `builder build` wrote$"):
+        LLM(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"^messages is 5 but must be a list of objects with a role and content$"):
+        llm.chat(5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runtime.batch import StepInputs
-from runtime.executors.padding import MAX_PADDING, pad, padded_length
+from runtime.executors.padding import MAX_PADDING, num_lengths, pad, padded_length
 
 
 def step(tokens: list[int], past: list[int]) -> StepInputs:
@@ -38,6 +38,8 @@ def test_steps_up_to_2048_tokens_have_few_lengths() -> None:
     assert len(set(lengths)) == 31 + 12 + 60
     assert max(length - n for n, length in enumerate(lengths, start=1)) == MAX_PADDING
     assert lengths == sorted(lengths)
+    assert [num_lengths(n) for n in range(1, 2049)] == [len(set(lengths[:n])) for n in range(1, 2049)]
+    assert num_lengths(10**12) == 31_250_000_039  # at once
 
 
 def test_a_step_that_needs_none_is_left_alone() -> None:

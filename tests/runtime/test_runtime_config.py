@@ -51,6 +51,16 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
         from_options(options)
 
 
+def test_a_step_holds_no_more_than_all_sequences() -> None:
+    assert resolve(RuntimeConfig(max_num_batched_tokens=10**12), MANIFEST).max_num_batched_tokens == 8 * 64
+    assert resolve(RuntimeConfig(max_num_batched_tokens=10**12, memory_bytes=1 << 40), MANIFEST).max_num_batched_tokens == 8 * 64
+
+
+def test_a_pool_without_a_block_is_told_what_to_set() -> None:
+    with pytest.raises(ManifestMismatch, match=r"the KV cache has 0 blocks .* set kv_cache_memory_bytes=512 or more$"):
+        resolve(RuntimeConfig(kv_cache_memory_bytes=1), MANIFEST)
+
+
 def test_text_is_checked_like_values() -> None:
     with pytest.raises(InvalidRequest, match=r"^max_queue_size is -1 but must be a whole number of at least 1$"):
         from_strings({"max_queue_size": "-1"})
