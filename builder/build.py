@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ DEFAULT_MAX_MODEL_LEN = 8192
 EXPORT_DIR = ".canonical"  # inside the staging directory, when the cache is not used
 EXPORTED_BYTES_PER_WEIGHT = 4
 LOWERED_DIR = ".lowered"  # inside the staging directory
-STAGES = ("resolve", "export", "quantize", "compile", "accuracy", "bundle")
+STAGES = ("resolve", "export", "quantize", "compile", "accuracy", "parts", "bundle")
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,8 @@ def _accepted(
         if not verdict.passed and config.fallback:
             wider = gate.raised(config.precision, layers, overrides, count, attempt.plan.wider)
         if verdict.passed or wider == overrides:
-            attempt.accuracy["parts"] = _parts(config, canonical, staging, attempt)
+            with stages("parts"):
+                attempt.accuracy["parts"] = _parts(config, canonical, staging, attempt, stages.progress)
         if verdict.passed:
             attempt.accuracy["fallback"] = {"steps": steps, "raised": overrides} if steps else {}
             return attempt
@@ -331,7 +333,9 @@ def _accuracy(
     )
 
 
-def _parts(config: BuildConfig, canonical: Path, staging: Path, attempt: Attempt) -> dict[str, dict[str, float]]:
+def _parts(
+    config: BuildConfig, canonical: Path, staging: Path, attempt: Attempt, progress: Callable[[int, int], None]
+) -> dict[str, dict[str, float]]:
     """What weights, activations and KV cache lose, each with those before it; empty where nothing is quantized."""
     from builder.judge import PART_TOKENS, parts
 
@@ -341,7 +345,7 @@ def _parts(config: BuildConfig, canonical: Path, staging: Path, attempt: Attempt
         return {}
     text = _heldout(config, staging, attempt.manifest)
     text["token_ids"] = text["token_ids"][:PART_TOKENS]
-    return parts(canonical / "model.onnx", staging / plan["canonical"], **text)
+    return parts(canonical / "model.onnx", staging / plan["canonical"], **text, progress=progress)
 
 
 def _heldout(config: BuildConfig, staging: Path, manifest: Manifest) -> dict[str, Any]:

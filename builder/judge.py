@@ -59,10 +59,13 @@ def parts(
     context: int = CONTEXT,
     bos_token_id: int | None = None,
     num_threads: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Each part is measured together with those before it; a part the graph does not have is left out."""
     found = {}
-    for name, without in _PARTS.items():
+    for index, (name, without) in enumerate(_PARTS.items()):
+        if progress is not None:
+            progress(index, len(_PARTS))
         model = ir.load(quantized_graph)
         if name != "weights" and not strip(ir.load(quantized_graph), **{name: True}):
             continue

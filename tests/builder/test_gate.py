@@ -153,7 +153,7 @@ def test_narrow_keys_are_refused_where_wide_keys_pass(hard_model: Path, own_cach
 
     def passing(model: Path, *choices: tuple[str, str]) -> list[bool]:
         directory = tmp_path / model.name
-        built(model, directory, precision="fp32", activation_scales="auto", eval_tokens=0)
+        built(model, directory, precision="fp32", activation_scales="auto", eval_tokens=0, max_kl=None)
         graph = directory / "plan" / "canonical.onnx"
         return [gate.check(kv_loss(graph, *choice), strict).passed for choice in choices]
 

@@ -11,6 +11,7 @@ import pytest
 from builder import build, gate
 from builder.config import PRECISIONS, BuildConfig
 from builder.quantize import LayerReport
+from builder.stages import Stages
 from builder.targets.tensorrt_quantize import SCHEMES
 from runtime.errors import AccuracyGate, BuildError
 
@@ -33,7 +34,7 @@ def _accept(monkeypatch: pytest.MonkeyPatch, precision: str, ratios: list[float]
 
     monkeypatch.setattr(build, "_attempt", attempt)
     config = BuildConfig("m", Path("e"), target="tensorrt-rtx", precision=precision, fallback=True)
-    stages = SimpleNamespace(note=lambda _: None)
+    stages = Stages(build.STAGES, quiet=True)
     return build._accepted(config, stages, Path(), None, Path(), 64), tried  # type: ignore[arg-type]
 
 
