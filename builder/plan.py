@@ -18,6 +18,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from plugins.paged_attention.openvino import u4_group
 from runtime.contract import LayerSpec
 from runtime.errors import BuildError
 from runtime.memory import BesidePool, beside_pool, loaded_weight_bytes
@@ -28,7 +29,7 @@ _WEIGHT_BYTES = {  # (attention and mlp, embedding and head), scales included
     "int8-wo": (1.005, 1.005), "int8-sq": (1.005, 1.005), "int4": (0.5 + 4.5 / 64, 1.005),
 }  # fmt: skip
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "f8": 1.0, "i8": 1.0, "u8": 1.0, "u4": 0.5}
-_BLOCK_OVERHEAD = {"u8": 8, "u4": 8}  # bytes per token and head: scale and zero point
+_SCALE = 8  # bytes of a scale and its zero point, per token and head; for u4 per group of a head
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,14 @@ class Shape:
 
 def kv_bytes_per_token(layers: tuple[LayerSpec, ...], key_dtype: str, value_dtype: str) -> float:
     """Of a token that every layer keeps."""
+    group = u4_group(layer.head_dim for layer in layers)
+    groups = {"u8": 0, "u4": group}  # 0: the head
     return sum(
-        layer.num_kv_heads * (layer.head_dim * KV_BYTES[dtype] + _BLOCK_OVERHEAD.get(dtype, 0))
+        layer.num_kv_heads
+        * (
+            layer.head_dim * KV_BYTES[dtype]
+            + (_SCALE * layer.head_dim // (groups[dtype] or layer.head_dim) if dtype in groups else 0)
+        )
         for layer in layers
         for dtype in (key_dtype, value_dtype)
     )

@@ -34,7 +34,8 @@ def test_a_pair_costs_the_sum_of_its_sides_with_scales() -> None:
     layers = (LayerSpec(9, 3, 64),) * 30  # SmolLM2
     assert kv_bytes_per_token(layers, "f32", "f32") == 46080
     assert kv_bytes_per_token(layers, "u8", "u8") == 30 * 3 * 2 * 72
-    assert kv_bytes_per_token(layers, "u8", "u4") == 30 * 3 * (72 + 40)
+    assert kv_bytes_per_token(layers, "u8", "u4") == 30 * 3 * (72 + 48)  # 32 values share a scale
+    assert kv_bytes_per_token((LayerSpec(9, 3, 80),), "u8", "u4") == 3 * (88 + 48)  # or a head, where 32 does not divide it
     assert kv_bytes_per_token(layers, "bf16", "f8") == 30 * 3 * (128 + 64)
 
 
