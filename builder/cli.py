@@ -110,6 +110,8 @@ def _size(text: str) -> int:
     number = text[:-1] if factor > 1 else text
     if not number.isdigit() or not int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G")
+    if factor * int(number) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is beyond 8 EiB")
     return factor * int(number)
 
 

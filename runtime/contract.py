@@ -21,6 +21,8 @@ import hashlib
 import json
 import math
 import os
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,6 +215,12 @@ def load_manifest(engine: str | os.PathLike[str], *, verify_checksums: bool = Tr
         ) from error
 
 
+_SIZES = (
+    "vocab_size", "hidden_size", "layers", "num_heads", "num_kv_heads", "head_dim", "block_size", "bytes_per_token",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+
+
 def _load_manifest(root: Path, verify_checksums: bool) -> Manifest:
     path = root / MANIFEST_FILE
     if not path.is_file():
@@ -228,6 +236,7 @@ def _load_manifest(root: Path, verify_checksums: bool) -> Manifest:
                 "rebuild the engine with this version of forgeline"
             )
         manifest = Manifest.from_dict(data)
+        _check_types(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(f"{path} is damaged ({type(error).__name__}: {error}); rebuild the engine") from error
     for name, expected in manifest.checksums.items():
@@ -240,6 +249,26 @@ def _load_manifest(root: Path, verify_checksums: bool) -> Manifest:
                 "rebuild the engine or copy it again"
             )
     return manifest
+
+
+def _check_types(spec: Any, path: str = "") -> None:
+    """Raises TypeError or ValueError for a field that is not what its dataclass declares, or a size below 1."""
+    for name, declared in typing.get_type_hints(type(spec)).items():
+        value, where = getattr(spec, name), path + name
+        kinds = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
+        if type(value) not in {typing.get_origin(kind) or kind for kind in kinds}:
+            raise TypeError(f"{where} is {value!r}")
+        if name in _SIZES and not (value and (not isinstance(value, int) or value > 0)):
+            raise ValueError(f"{where} is {value!r}")
+        if dataclasses.is_dataclass(value):
+            _check_types(value, f"{where}.")
+        elif isinstance(value, (tuple, dict)):
+            kind = typing.get_args(declared)[0 if isinstance(value, tuple) else 1]
+            for each in value.values() if isinstance(value, dict) else value:
+                if dataclasses.is_dataclass(kind):
+                    _check_types(each, f"{where}.")
+                elif kind in (int, str) and type(each) is not kind:
+                    raise TypeError(f"{where} has {each!r}")
 
 
 def check_library(manifest: Manifest, library: str, installed: str) -> None:

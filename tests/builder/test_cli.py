@@ -235,6 +235,8 @@ def test_engine_of_another_library_version(capsys: pytest.CaptureFixture[str], e
 def test_damaged_manifest(capsys: pytest.CaptureFixture[str], engine: Path) -> None:
     edit_json(engine / MANIFEST_FILE, schema_version=99)
     assert "schema_version is 99 but this runtime reads 1" in refuse_generate(capsys, engine)
+    edit_json(engine / MANIFEST_FILE, schema_version=1, max_model_len="x")
+    assert "manifest.json is damaged (TypeError: max_model_len is 'x'); rebuild" in refuse_generate(capsys, engine)
     (engine / MANIFEST_FILE).write_text('{"schema_version": 1, "model"')
     assert "manifest.json is damaged" in refuse_generate(capsys, engine)
 

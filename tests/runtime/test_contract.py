@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,29 @@ def test_a_figure_that_json_cannot_say_is_refused_by_name(number: float) -> None
     with pytest.raises(BuildError) as caught:
         manifest.to_json()
     assert str(caught.value) == "accuracy.parts.1.kl of the manifest is not a finite number; check the checkpoint's weights"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("max_model_len",), "64", "TypeError: max_model_len is '64'"),
+        (("max_num_seqs",), True, "TypeError: max_num_seqs is True"),
+        (("kv_cache", "block_size"), 0, "ValueError: kv_cache.block_size is 0"),
+        (("model", "layers"), [], "ValueError: model.layers is ()"),
+        (("model", "eos_token_ids"), ["a"], "TypeError: model.eos_token_ids has 'a'"),
+        (("plan",), {"model": 5}, "TypeError: plan has 5"),
+        (("checksums",), None, "TypeError: checksums is None"),
+    ],
+)
+def test_a_manifest_with_a_field_of_another_kind(place: tuple[str, ...], value: Any, message: str, tmp_path: Path) -> None:
+    data = json.loads(MANIFEST.to_json())
+    load = data
+    for name in place[:-1]:
+        load = load[name]
+    load[place[-1]] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(EngineError, match=rf"manifest.json is damaged \({re.escape(message)}\); rebuild the engine$"):
+        load_manifest(tmp_path)
 
 
 def test_a_manifest_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
