@@ -14,6 +14,8 @@ from runtime.errors import BuildError, InvalidRequest
 
 _PRECISIONS = tuple(dict.fromkeys(name for names in PRECISIONS.values() for name in names))
 
+_GPU_KV = ("f16", "bf16", "f8", "i8")
+
 
 def add_parser(commands: Any, size: Callable[[str], int]) -> None:
     plan = commands.add_parser("plan", help="memory and least times of a model on a machine, before building it")
@@ -45,6 +47,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         value = getattr(arguments, name)
         if value is not None and not value >= 1:
             raise InvalidRequest(f"--{name.replace('_', '-')} is {value} but must be at least 1")
+    if arguments.parameters is not None and arguments.parameters > 1e18:
+        raise InvalidRequest(f"--parameters is {arguments.parameters} but must be at most 1e18")
+    if arguments.gpu and arguments.precision not in PRECISIONS["tensorrt"]:
+        raise InvalidRequest(
+            f"--precision {arguments.precision} is not available on a GPU; choose one of {', '.join(PRECISIONS['tensorrt'])}, "
+            f"or leave --gpu {arguments.gpu} out"
+        )
     on_cpu = arguments.gpu is None and arguments.precision in PRECISIONS["cpu"]
     key_dtype, value_dtype = _kv_types(arguments.kv_cache_dtype, arguments.precision, on_cpu)
     shape = shape_of(arguments.model)
@@ -83,4 +92,8 @@ def _kv_types(requested: str, precision: str, on_cpu: bool) -> tuple[str, str]:
                 f"the cpu target cannot store the KV cache as {requested}; choose one of auto, {known}, "
                 "or plan for a GPU with --gpu"
             )
+    elif not set(chosen) <= set(_GPU_KV):
+        raise BuildError(
+            f"the TensorRT targets cannot store the KV cache as {requested}; choose from {', '.join(_GPU_KV)} or KEYS:VALUES"
+        )
     return chosen

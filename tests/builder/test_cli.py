@@ -232,6 +232,23 @@ def test_engine_of_another_library_version(capsys: pytest.CaptureFixture[str], e
     assert "built with openvino 2025.1.0 but 2026.4.1 is installed; install openvino==2025.1.0 or rebuild the engine" in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h200", "--precision", "fp32"], "--precision fp32 is not available on a GPU; choose one of fp16, bf16"),
+        (["--gpu", "h200", "--precision", "int8-wo"], "--precision int8-wo is not available on a GPU"),
+        (
+            ["--gpu", "h200", "--kv-cache-dtype", "u8:u4"],
+            "the TensorRT targets cannot store the KV cache as u8:u4; choose from f16",
+        ),
+        (["--parameters", "inf"], "--parameters is inf but must be at most 1e18"),
+    ],
+)
+def test_a_plan_of_what_no_target_builds(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert builder(["plan", str(TINY), *arguments]) == 2
+    assert message in sentence(capsys)
+
+
 def test_damaged_manifest(capsys: pytest.CaptureFixture[str], engine: Path) -> None:
     edit_json(engine / MANIFEST_FILE, schema_version=99)
     assert "schema_version is 99 but this runtime reads 1" in refuse_generate(capsys, engine)
