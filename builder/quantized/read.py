@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from builder.quantized import layers
 from builder.quantized.grid import Grid, Origin
-from builder.quantized.layout import Format, Header
+from builder.quantized.layout import Format, Header, damaged
 
 # self_attn.k_proj.k_scale of ModelOpt, self_attn.k_scale and self_attn.k_proj.output_scale of compressed-tensors
 _KV_SCALE = re.compile(r"\.(\d+)\.[\w.]*?(?:\.([kv])_scale|([kv])_proj\.output_scale)$")
@@ -54,6 +54,8 @@ def read(
     for name, handle in where.items():
         if name in consumed or _UNUSED.search(name):
             continue
+        if name in state:
+            damaged(fmt, name, "is stored both quantized and not")
         tensor = handle.get_tensor(name)
         if match := _KV_SCALE.search(name):
             cache[int(match[1]), match[2] or match[3]] = _array(tensor).astype(np.float32).reshape(-1)

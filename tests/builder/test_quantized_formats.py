@@ -7,6 +7,7 @@ ModelOpt 0.47); the checkpoints below come from packers of the test's own.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,14 @@ def test_a_format_that_is_not_read(name: str, changes: dict[str, Any], message: 
     with pytest.raises(UnsupportedModel) as error:
         source_sha256(str(directory))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_weight_that_is_stored_twice(stored: Any, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(stored("gptq"), tmp_path / "model"))
+    tensors = load_file(directory / "model.safetensors")
+    ql.rewrite(directory, tensors | {f"{LAYER}.weight": np.zeros((704, 256), np.float32)})
+    with pytest.raises(CorruptCheckpoint, match=rf"{LAYER}.weight of the gptq checkpoint is stored both quantized and not; copy"):
+        load_checkpoint(str(directory))
 
 
 @pytest.mark.parametrize(
