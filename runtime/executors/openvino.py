@@ -27,6 +27,7 @@ from runtime.executors.mapped_weights import MappedWeights
 from runtime.executors.padding import pad
 from runtime.kv_cache import KVCache, PoolLayout
 
+_GROUP_SIZE = "dynamic_quantization_group_size"
 _LAYOUTS = (paged.LAYOUT_PAGED, paged.LAYOUT_PLAIN)
 
 
@@ -39,6 +40,16 @@ class OpenVINOExecutor:
                 f"the engine's KV cache layout is {layout!r} but this runtime knows {', '.join(_LAYOUTS)}; "
                 "rebuild the engine with this version of forgeline"
             )
+        lacks = [
+            name
+            for name, there in (
+                ("plan.model", "model" in manifest.plan),
+                (f"precision.details.{_GROUP_SIZE}", _GROUP_SIZE in manifest.precision.details),
+            )
+            if not there
+        ]
+        if lacks:
+            raise ManifestMismatch(f"{engine_dir}: manifest.json is damaged (no {' and no '.join(lacks)}); rebuild the engine")
         self.block_size = manifest.kv_cache.block_size
         self.num_blocks = num_blocks
         self.vocab_size = manifest.model.vocab_size
@@ -93,7 +104,7 @@ def _compile(path: Path, manifest: Manifest, num_threads: int) -> ov.CompiledMod
         key_dtype=manifest.kv_cache.key_dtype,
         value_dtype=manifest.kv_cache.value_dtype,
         head_dims=[layer.head_dim for layer in manifest.model.layers],
-        dynamic_quantization_group_size=manifest.precision.details["dynamic_quantization_group_size"],
+        dynamic_quantization_group_size=manifest.precision.details[_GROUP_SIZE],
         num_threads=num_threads,
     )
     try:

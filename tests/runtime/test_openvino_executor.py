@@ -167,3 +167,12 @@ def test_a_plan_that_openvino_cannot_read_is_an_engine_error(engine: Callable[..
     (tmp_path / "plan/model.onnx").write_bytes(b"not a model")
     with pytest.raises(EngineError, match=r"OpenVINO cannot compile .*rebuild the engine"):
         dataclasses.replace(engine("llama"), directory=tmp_path).executor()
+
+
+def test_a_manifest_that_lacks_what_the_executor_needs_is_damaged(engine: Callable[..., Built]) -> None:
+    built = engine("llama", "int8", "u8")
+    precision = dataclasses.replace(built.manifest.precision, details={})
+    broken = dataclasses.replace(built, manifest=dataclasses.replace(built.manifest, plan={}, precision=precision))
+    message = r"manifest.json is damaged \(no plan.model and no precision.details.dynamic_quantization_group_size\); rebuild"
+    with pytest.raises(ManifestMismatch, match=message):
+        broken.executor()
