@@ -35,18 +35,22 @@ class PoolLayout:
 def zeros_aligned(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray:
     """Zeros on a cache-line boundary, on that of a huge page when large, whose pages the system supplies on first touch."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    huge = size >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE")
-    alignment = _HUGE_PAGE if huge else _ALIGNMENT
-    raw = _huge_pages(size + alignment) if huge else np.zeros(size + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
-    return raw[start : start + size].view(dtype).reshape(shape)
+    if size >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        raw = _huge_pages(size)
+    else:
+        raw = np.zeros(size + _ALIGNMENT, np.uint8)
+        raw = raw[-raw.ctypes.data % _ALIGNMENT :]
+    return raw[:size].view(dtype).reshape(shape)
 
 
 def _huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Ordinary pages at the end: an executor's last block is its padding's, which alone would take a huge page in every pool."""
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    raw = np.frombuffer(memory, np.uint8)
+    start = -raw.ctypes.data % _HUGE_PAGE
     with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+        memory.madvise(mmap.MADV_HUGEPAGE, start, (size - 1) // _HUGE_PAGE * _HUGE_PAGE)
+    return raw[start:]
 
 
 class KVCache:

@@ -43,6 +43,7 @@ def test_large_pools_ask_for_huge_pages_and_take_none_before_they_are_used(num_b
     assert resident_bytes() - before < 1 << 20
     assert pool.flags.writeable and not pool[-1].any()
     assert ("hg" in memory_flags(pool.ctypes.data)) is huge
+    assert "hg" not in memory_flags(pool[-1:].ctypes.data)  # the padding's block
     assert pool.ctypes.data % (2 << 20 if huge else 64) == 0
 
 
