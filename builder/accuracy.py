@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,28 +57,9 @@ class Window:
     targets: tuple[int, ...]
 
 
-def evaluate(
-    executor: Executor,
-    token_ids: Sequence[int],
-    *,
-    context: int = 512,
-    stride: int | None = None,
-    batch: int = 8,
-    rows_per_step: int = 256,
-    bos_token_id: int | None = None,
-    progress: Progress | None = None,
-) -> Accuracy:
-    """Perplexity of `executor` on a text. `bos_token_id` is put before every window, for models trained with one."""
-    losses = token_losses(
-        executor,
-        token_ids,
-        context=context,
-        stride=stride,
-        batch=batch,
-        rows_per_step=rows_per_step,
-        bos_token_id=bos_token_id,
-        progress=progress,
-    )
+def evaluate(executor: Executor, token_ids: Sequence[int], **how: Any) -> Accuracy:
+    """Perplexity of `executor` on a text; `how` as `token_losses` takes it."""
+    losses = token_losses(executor, token_ids, **how)
     return Accuracy(perplexity=_perplexity(float(losses.mean()), "model"), num_tokens=len(losses))
 
 
@@ -92,7 +74,10 @@ def token_losses(
     bos_token_id: int | None = None,
     progress: Progress | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Nats of each scored token; their order depends on text and windows only, so those of two executors can be paired."""
+    """Nats of each scored token; their order depends on text and windows only, so those of two executors can be paired.
+
+    `bos_token_id` is put before every window, for models trained with one.
+    """
     windows = cut(token_ids, context, stride or context, bos_token_id)
     batch = _fitting_batch((executor,), context, batch)
     losses = np.empty(_num_targets(windows))
