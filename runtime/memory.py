@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.contract import Manifest
+from runtime.padding import num_lengths, padded_length
 
 MIB = 1 << 20
 BASE = 125 * MIB
@@ -75,8 +76,6 @@ def beside_pool(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> BesidePool:
-    from runtime.executors.padding import num_lengths, padded_length  # executors import runtime.config, which needs this module
-
     largest = padded_length(max_num_batched_tokens)
     layer_width = (parameters - tables) / (num_layers * hidden_size)
     return BesidePool(

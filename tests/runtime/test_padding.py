@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runtime.batch import StepInputs
-from runtime.executors.padding import MAX_PADDING, num_lengths, pad, padded_length
+from runtime.padding import MAX_PADDING, num_lengths, pad, padded_length
 
 
 def step(tokens: list[int], past: list[int]) -> StepInputs:
