@@ -11,13 +11,10 @@ import shutil
 from pathlib import Path
 
 from builder.bundle import tree_bytes
+from runtime.contract import cache_root
 
 MAX_BYTES = 40 << 30
 REMEDY = "set XDG_CACHE_HOME to another place, or build with --no-cache"
-
-
-def cache_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forgeline"
 
 
 def canonical_entry(key: str) -> Path:

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from builder.cache import cache_root
 from builder.calibrate import calibrate
 from builder.calibration_data import CalibrationSet
 from builder.config import code_sha256
 from builder.observe import Progress, TensorStats, observe
+from runtime.contract import cache_root
 
 _CODE = ("builder/observe.py", "builder/calibrate.py", "builder/calibration.py")
 _KV_TOKENS = 4096

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from builder.bundle import disk_errors, make_directory
-from runtime.contract import file_sha256
+from runtime.contract import cache_root, file_sha256
 from runtime.errors import CorruptCheckpoint, ModelNotFound
 
 _REMEDY = "set XDG_CACHE_HOME to another place"
@@ -81,7 +81,7 @@ def gemma3_270m() -> Path:
 
 
 def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forgeline" / "models"
+    return cache_root() / "models"
 
 
 def fetch(model: ZooModel) -> Path:

@@ -171,6 +171,11 @@ class Manifest:
         return cls(**data)
 
 
+def cache_root() -> Path:
+    """Of builder and runtime alike.  Raises  RuntimeError when this user has no home and XDG_CACHE_HOME is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forgeline"
+
+
 def strict_json(content: Mapping[str, Any], what: str) -> str:
     """JSON that every reader accepts.  Raises  BuildError for NaN and infinity, which JSON has no word for."""
     try:

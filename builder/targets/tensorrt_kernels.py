@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from builder.cache import cache_root
 from plugins.paged_attention import cubins, matrix, tuning
 from plugins.paged_attention.tuning import AttentionVariant
-from runtime.contract import ModelSpec
+from runtime.contract import ModelSpec, cache_root
 from runtime.errors import BuildError
 
 Occupancy = dict[tuple[str, int], int]  # (phase, head_dim) → resident programs per SM

@@ -26,6 +26,7 @@ import numpy as np
 from runtime.bench.files import replace_text
 from runtime.bench.machine_code import Kernel, fp32_kernel, int8_kernel, read_kernel
 from runtime.config import machine_name
+from runtime.contract import cache_root
 
 log = logging.getLogger("forgeline.bench")
 
@@ -161,5 +162,4 @@ def _together(function: Function, pointers: list[int], iterations: int, rounds: 
 
 
 def _cache_file(name: str) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forgeline"
-    return root / "machine" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    return cache_root() / "machine" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"

@@ -24,8 +24,8 @@ from runtime.contract import Manifest, check_library
 from runtime.errors import EngineError, ManifestMismatch
 from runtime.executors.base import StepOutput
 from runtime.executors.mapped_weights import MappedWeights
-from runtime.executors.padding import pad
 from runtime.kv_cache import KVCache, PoolLayout
+from runtime.padding import pad
 
 _GROUP_SIZE = "dynamic_quantization_group_size"
 _LAYOUTS = (paged.LAYOUT_PAGED, paged.LAYOUT_PLAIN)
@@ -40,14 +40,8 @@ class OpenVINOExecutor:
                 f"the engine's KV cache layout is {layout!r} but this runtime knows {', '.join(_LAYOUTS)}; "
                 "rebuild the engine with this version of forgeline"
             )
-        lacks = [
-            name
-            for name, there in (
-                ("plan.model", "model" in manifest.plan),
-                (f"precision.details.{_GROUP_SIZE}", _GROUP_SIZE in manifest.precision.details),
-            )
-            if not there
-        ]
+        needed = {"plan.model": manifest.plan, f"precision.details.{_GROUP_SIZE}": manifest.precision.details}
+        lacks = [name for name, values in needed.items() if name.rpartition(".")[2] not in values]
         if lacks:
             raise ManifestMismatch(f"{engine_dir}: manifest.json is damaged (no {' and no '.join(lacks)}); rebuild the engine")
         self.block_size = manifest.kv_cache.block_size

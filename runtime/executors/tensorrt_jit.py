@@ -16,16 +16,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from runtime.contract import cache_root
+
 log = logging.getLogger("forgeline.tensorrt")
 
 
 def cache_place(plan_checksum: str) -> Path | None:
     """None when the plan has no checksum or this user no home."""
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache_root() / "jit" / plan_checksum[:32] if plan_checksum else None
     except RuntimeError:
         return None
-    return root / "forgeline" / "jit" / plan_checksum[:32] if plan_checksum else None
 
 
 class CompiledKernels:
