@@ -1,7 +1,8 @@
 """What of a request need not be computed again: full blocks from the prefix cache, or a parent's prompt for its forks.
 
-A request starts from the blocks that `find` names and computes the rest; `publish` offers what it has computed to others. A fork
-waits until its parent's prompt is computed, and runs by itself when the parent has ended or it was preempted.
+A request starts from the blocks that `find` names and computes the rest; `publish` offers what it computed to others. It waits
+while another computes most of what it lacks (`is_in_flight`), so prompts that arrive together compute what they share once.
+A fork waits until its parent's prompt is computed, and runs by itself when the parent has ended or it was preempted.
 
 Knows block ids and prefix hashes only. Owned by the scheduler, not thread-safe.
 
@@ -9,6 +10,8 @@ Units    tokens, unless the name says blocks
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from runtime.block_pool import BlockPool
 from runtime.request import Request
@@ -37,6 +40,23 @@ class PrefixReuse:
         if parent is not None and num_forked > len(blocks) * size and _is_forkable(parent):
             return parent.block_table[: -(-num_forked // size)], num_forked
         return blocks, len(blocks) * size
+
+    def is_in_flight(self, request: Request, num_found: int, scheduled: Iterable[Request]) -> bool:
+        """Whether at least half of what the request lacks beyond the `num_found` tokens of `find` is being computed.
+
+        `scheduled` have a part in the step being made, so each brings nearer the blocks it is asked for, and nobody waits for
+        one that pauses, was preempted or has ended.
+        """
+        size = self._pool.block_size
+        half = -(-(request.num_tokens - num_found) // (2 * size))  # blocks
+        last = num_found // size + half - 1  # a key stands for all tokens up to its block's end, so one comparison is enough
+        if last >= len(request.block_keys):
+            return False
+        key = request.block_keys[last]
+        return any(
+            other.num_computed_tokens < num_found + size and last < len(other.block_keys) and other.block_keys[last] == key
+            for other in scheduled
+        )
 
     def publish(self, request: Request, num_computed_before: int) -> None:
         """Offer the blocks that were filled since `num_computed_before` to later requests."""

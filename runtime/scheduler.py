@@ -7,7 +7,8 @@ Rank       (priority, arrival): lower priority values first, first come first se
 Step       running requests that lack one token (decodes), then the other running ones, then admissions, each in rank order,
            within max_num_batched_tokens.
 Admission  never preempts, and needs room for the whole sequence and one token more, beside what the running requests still
-           lack for theirs. The head of the queue is not overtaken, except by others while it waits to fork a computed prompt.
+           lack for theirs. The head of the queue is not overtaken, except by others while it waits to fork a computed prompt,
+           or for a running request that computes most of its own; then its place in the batch is kept.
 Preemption takes the lowest rank below the request that needs room; its blocks go back to the pool and it queues again at
            its old rank. A request with nobody below it keeps its blocks and pauses. So the highest-ranked request always
            moves on and ends, then the next: no starvation within a priority and no livelock.
@@ -279,15 +280,21 @@ class Scheduler:
             if len(self._cohort) == len(self.running):
                 return
         promised = sum(self._num_lacking_blocks(request) for request in self.running)
-        index = 0
-        while index < len(self.waiting) and len(self.running) < self.max_num_seqs:
+        index = num_kept = 0
+        while index < len(self.waiting) and len(self.running) + num_kept < self.max_num_seqs:
             if step.budget <= 0 and (self.enable_chunked_prefill or step.num_prefills):
                 break
             request = self.waiting[index]
             if (self.policy == "static" and request not in self._cohort) or waits_for_parent(request):
                 index += 1
                 continue
-            if not self._start(request, promised, step):
+            shared, computed = self.reuse.find(request)
+            if self.reuse.is_in_flight(request, computed, step.counts):
+                index += 1
+                num_kept += 1
+                promised += self._num_lacking_blocks(request)
+                continue
+            if not self._start(request, shared, computed, promised, step):
                 break
             del self.waiting[index]
             self._insert(self.running, request)
@@ -305,10 +312,9 @@ class Scheduler:
         """Blocks that the sequence as known, with one token more, needs beyond its table."""
         return max(0, -(-(request.num_tokens + 1) // self.pool.block_size) - len(request.block_table))
 
-    def _start(self, request: Request, promised: int, step: _Step) -> bool:
+    def _start(self, request: Request, shared: list[int], computed: int, promised: int, step: _Step) -> bool:
         """Move a waiting request onto its reusable blocks and schedule it, if all of it has room beside `promised` blocks."""
         pool, size = self.pool, self.pool.block_size
-        shared, computed = self.reuse.find(request)
         num_revived = sum(pool.num_references(block) == 0 for block in shared)
         num_copies = int(computed % size > 0)
         needed = -(-(request.num_tokens + 1) // size) - len(shared) + num_copies

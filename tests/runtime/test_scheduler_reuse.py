@@ -93,6 +93,105 @@ def test_a_preempted_request_finds_its_own_blocks_again():
     assert second.num_cached_tokens == 0  # it says what was found when it first started
 
 
+# --------------------------------------------------------------------------------------------- prefixes being computed
+
+
+def shared_prompts(scheduler, num_shared, *, tails, name="p", **options):
+    """Requests of the same `num_shared` tokens, each followed by as many of its own as `tails` says."""
+    shared = list(range(50, 50 + num_shared))
+    requests = [make_request(f"{name}{index}", [*shared, *[10 + index] * tail], **options) for index, tail in enumerate(tails)]
+    for request in requests:
+        scheduler.add(request)
+    return requests
+
+
+def test_prompts_that_arrive_together_compute_what_they_share_once():
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=14)
+    first, second, third = shared_prompts(scheduler, 17, tails=(1, 2, 3))
+    batch = scheduler.schedule()
+    assert (batch.requests, batch.num_scheduled_tokens) == ((first,), (14,))
+    scheduler.update(batch, [])
+    batch = scheduler.schedule()  # the budget has room for 10 more tokens, but they are being computed
+    assert (batch.requests, batch.num_scheduled_tokens) == ((first,), (4,))
+    scheduler.update(batch, [7])
+    batch = scheduler.schedule()
+    assert (batch.requests, batch.num_scheduled_tokens) == ((first, second, third), (1, 3, 4))
+    assert first.block_table[:4] == second.block_table[:4] == third.block_table[:4] == [0, 1, 2, 3]
+    assert (scheduler.stats.prefix_queries, scheduler.stats.prefix_hits) == (18 + 19 + 20, 16 + 16)
+    scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "tail", "waits"),
+    [(4, 4, True), (4, 5, False), (8, 8, True), (8, 9, False), (7, 1, True), (3, 1, False)],
+)
+def test_a_request_waits_for_blocks_that_are_half_of_what_it_lacks(num_shared, tail, waits):
+    scheduler = make_scheduler(block_size=4)
+    first, second = shared_prompts(scheduler, num_shared, tails=(9, tail))
+    assert scheduler.schedule().requests == ((first,) if waits else (first, second))
+
+
+def test_what_the_cache_already_has_is_not_lacking():
+    scheduler = make_scheduler(block_size=4)
+    shared_prompts(scheduler, 8, tails=(1,), max_tokens=1)
+    finish_all(scheduler)
+    first, second = (make_request(name, [*range(50, 58), *range(70, 74), *[tail] * 5]) for name, tail in (("a", 1), ("b", 2)))
+    scheduler.add(first)
+    scheduler.add(second)  # of 9 tokens that are not cached it shares 4
+    assert scheduler.schedule().requests == (first, second)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (8, 8)
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"salt": ("a", "b")}], ids=str)
+def test_nobody_waits_for_blocks_that_it_will_not_get(options):
+    salts = options.pop("salt", ("", ""))
+    scheduler = make_scheduler(block_size=4, **options)
+    first, second = (make_request(name, range(50, 60), salt=salt) for name, salt in zip("ab", salts, strict=True))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert scheduler.schedule().num_scheduled_tokens == (10, 10)
+
+
+def test_nobody_waits_for_blocks_that_were_computed_and_cannot_be_found():
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=18)
+    first, second = shared_prompts(scheduler, 4, tails=(9, 5))  # second computes a block 0 of its own, that only it knows
+    run_step(scheduler)
+    scheduler.cancel(first.request_id)
+    scheduler.pool.release(scheduler.pool.allocate(scheduler.pool.num_available))  # evicts what first left
+    (third,) = shared_prompts(scheduler, 4, tails=(1,), name="q")
+    batch = scheduler.schedule()
+    assert (batch.requests, batch.num_scheduled_tokens) == ((second, third), (4, 5))
+
+
+def test_a_request_whose_prefix_is_in_flight_keeps_its_place_and_holds_up_nobody_else():
+    scheduler = make_scheduler(block_size=4, max_num_seqs=3)
+    first, second = shared_prompts(scheduler, 16, tails=(1, 2))
+    other, another = add_prompt(scheduler, 5), add_prompt(scheduler, 6, first_token=200)
+    batch = scheduler.schedule()
+    assert batch.requests == (first, other)
+    scheduler.update(batch, [7, 7])
+    assert scheduler.schedule().requests == (first, other, second)
+    assert scheduler.waiting == [another]
+
+
+def test_a_request_whose_prefix_is_in_flight_keeps_the_blocks_that_it_needs():
+    scheduler = make_scheduler(num_blocks=10, block_size=4)
+    first, second = shared_prompts(scheduler, 16, tails=(1, 2))  # five blocks each, of which they will share four
+    other = add_prompt(scheduler, 9, first_token=200)
+    assert scheduler.schedule().requests == (first,)
+    assert scheduler.waiting == [second, other]
+
+
+def test_nobody_waits_for_a_request_that_was_cancelled():
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=8)
+    first, second = shared_prompts(scheduler, 16, tails=(1, 2))
+    run_step(scheduler)
+    scheduler.cancel(first.request_id)
+    batch = scheduler.schedule()
+    assert (batch.requests, batch.num_scheduled_tokens) == ((second,), (8,))
+    assert second.num_cached_tokens == 8
+
+
 # --------------------------------------------------------------------------------------------------------------- forks
 
 
