@@ -22,18 +22,18 @@ from runtime.contract import DOMAIN
 Array = npt.NDArray[np.float32]
 LIMITS = {"int8": 127.0, "fp8": 448.0}  # the largest magnitude of each type
 _ZERO = {"int8": np.zeros((), np.int8), "fp8": np.zeros((), ml_dtypes.float8_e4m3fn)}
-_DYNAMIC_GROUPS = (64, 32, 16)
+DYNAMIC_GROUPS = (128, 64, 32, 16)
 
 
 def dynamic_group_size(widths: Sequence[int], groups: Sequence[int]) -> int:
     """Activations per scale beside integer weights whose layers have these widths and groups; 0: no size fits.
 
     On the CPU a group that does not divide the weights' group, or exceeds a layer's width, would silently leave that layer's
-    activations in f32. 64 is as fast as any larger one, 1.2 times as fast as 32, and costs 0.06 in perplexity (SmolLM2 int8).
+    activations in f32. Against 64, 128 makes a step 3 to 11 % faster for 0.35 % of perplexity (SmolLM2 int8); 192 costs 0.83 %.
     """
     if not widths:
         return 0
-    fits = (size for size in _DYNAMIC_GROUPS if size <= min(widths) and all(group % size == 0 for group in groups if group))
+    fits = (size for size in DYNAMIC_GROUPS if size <= min(widths) and all(group % size == 0 for group in groups if group))
     return next(fits, 0)
 
 

@@ -33,7 +33,6 @@ Array = npt.NDArray[np.float32]
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _NORMS = {"RMSNormalization": (1,), "LayerNormalization": (1, 2), "AddRMSNorm": (2,), "AddLayerNorm": (2, 3)}
 _PLAIN = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
-_DYNAMIC_GROUP = 64
 
 
 def smooth(
@@ -110,7 +109,11 @@ def _search(
         factors = np.ones_like(amax_x) if alpha is None else (amax_x**alpha / amax_w ** (1 - alpha)).astype(np.float32)
         factors /= np.exp(np.log(factors).mean())  # the layer's magnitude stays
         new = scaled(stats, factors)
-        how = {"limit": ranges.limit(new, method, "int8")} if static else {"block_size": min(_DYNAMIC_GROUP, len(factors))}
+        how = (
+            {"limit": ranges.limit(new, method, "int8")}
+            if static
+            else {"block_size": min(activations.DYNAMIC_GROUPS[0], len(factors))}
+        )
         fed = activations.rounded(new.sample, "int8", **how)
         rounded = (weight_only.int8(matrix * factors).dense() for matrix in matrices)
         error = sum(float(np.square(fed @ w.T - y).sum(dtype=np.float64)) for w, y in zip(rounded, exact, strict=True))

@@ -135,8 +135,10 @@ def test_a_weight_that_openvino_widens_fails_the_build(exported: Callable[[str],
     ("widths", "groups", "size"),
     [
         ([], [], 0),
-        ([576], [0], 64),
+        ([576], [0], 128),
+        ([2048, 8192], [128, 0], 128),
         ([1536, 576], [128, 64], 64),
+        ([1536, 96], [0, 0], 64),  # 128 is wider than a layer
         ([1536, 96], [128, 32], 32),
         ([576, 48], [0, 0], 32),  # wider than a layer
         ([96], [48], 16),
