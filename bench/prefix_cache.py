@@ -1,10 +1,11 @@
 """What the prefix cache buys: requests that share the beginning of their prompt, with the cache and without.
 
-    python bench/prefix_cache.py [--engine DIR] [--shared-tokens 1000] [--requests 64]
+    python bench/prefix_cache.py [--engine DIR] [--shared-tokens 1000] [--requests 64] [--concurrency 8] [--prime]
 
-Every repetition has a prefix of its own. Cold, the first requests pay for it, each of those that start together; with --prime one
-request before the clock starts has computed it, as a system prompt has been after a server's first minute. Both variants run the
-same requests, in turn.
+All requests arrive at once, or as many clients as --concurrency says send the next when one is answered. Every repetition has a
+prefix of its own. Cold, the first request computes it and others of that moment wait for it; with --prime one request before the
+clock starts has computed it, as a system prompt has been after a server's first minute. Both variants run the same requests, in
+turn.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shared-tokens", type=int, default=1000)
     parser.add_argument("--own-tokens", type=int, default=16, help="of each prompt, after the shared ones")
     parser.add_argument("--output-tokens", type=int, default=16)
-    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--concurrency", type=int, help="requests in flight (default: all)")
     parser.add_argument("--prime", action="store_true", help="let one request compute the prefix first")
     options = parser.parse_args(argv)
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         vocab = engines[True].manifest.model.vocab_size
         for engine in engines.values():
-            run_closed_loop(engine, random_prompts(options.concurrency, 16, vocab, seed=999), params)
+            run_closed_loop(engine, random_prompts(8, 16, vocab, seed=999), params)
         for repetition in range(options.repetitions):
             prompts = random_prompts(options.requests, length, vocab, seed=repetition, shared=options.shared_tokens)
             tokens = {}
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shared_tokens=options.shared_tokens,
         prompt_tokens=length,
         output_tokens=options.output_tokens,
-        concurrency=options.concurrency,
+        concurrency=options.concurrency or options.requests,
         primed=options.prime,
         cached_share=round(cached / (options.requests * length), 4),
         mean_ttft_ms={"cache": spread([1e3 * x for x in ttft[True]], 2), "none": spread([1e3 * x for x in ttft[False]], 2)},
