@@ -41,7 +41,9 @@ def add_options(bench: argparse.ArgumentParser) -> None:
     work.add_argument("--dataset", type=Path, metavar="JSONL", help="requests from a file instead (docs/benchmarking.md)")
     work.add_argument("--prompts", choices=("ids", "text"), help="default: ids in this process, text through Triton")
     work.add_argument("--seed", type=int, default=0, help="of prompts, lengths, arrivals and sampling; default: 0")
-    work.add_argument("--warmup", type=int, default=2, help="requests before the run that are not counted; default: 2")
+    work.add_argument(
+        "--warmup", type=int, default=2, help="requests that are not counted; default: 2 (--knee: a batch for each)"
+    )
 
     load = bench.add_argument_group("arrivals", "default: all at once")
     load.add_argument(
@@ -185,6 +187,7 @@ def _remote(arguments: argparse.Namespace, slo: dict[str, float]) -> int:
 
 def _knee(arguments: argparse.Namespace, engine: Any, prompts: Prompts, params: SamplingParams, slo: dict[str, float], settings: dict[str, Any]) -> int:  # fmt: skip  # noqa: E501
     from runtime.bench import knee, plots, report, session
+    from runtime.bench.clients import InProcessClient
     from runtime.bench.driver import Progress
     from runtime.bench.environment import environment
 
@@ -192,6 +195,8 @@ def _knee(arguments: argparse.Namespace, engine: Any, prompts: Prompts, params: 
     for concurrency in knee.concurrencies(engine.config.max_num_seqs):
         works = _random_works(arguments, prompts, max(arguments.num_prompts, 2 * concurrency))
         _check_lengths(works, engine.config.max_model_len)
+        if arguments.warmup:  # kernels are generated for the numbers of tokens that steps of this concurrency have
+            session.warm_up(InProcessClient(engine, params), _random_works(arguments, prompts, concurrency))
         progress = Progress(len(works), f"{concurrency} in flight", quiet=arguments.quiet)
         points.append(session.measure_point(engine, works, concurrency, params, progress))
     found = knee.find(points, slo)

@@ -187,12 +187,16 @@ def test_a_trace_is_replayed_and_the_report_says_whether_eos_counts(tiny_engine:
 
 
 def test_knee_is_found_written_and_used(
-    tiny_engine: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_engine: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    warmed = []
+    warm_up = session.warm_up
+    monkeypatch.setattr(session, "warm_up", lambda client, works: (warmed.append(len(works)), warm_up(client, works)))
     copy = Path(shutil.copytree(tiny_engine("fp32"), tmp_path / "engine", copy_function=os.link))
     knee = ["--knee", "--set", "max_num_seqs=2", "--plot", str(tmp_path / "knee.png"), "--slo", "e2el=600s"]
     assert bench(copy, *knee, "--no-write") == 0
     assert load_manifest(copy).knee == {}
+    assert warmed[-2:] == [1, 2]  # as many at once as will be measured
     assert bench(copy, *knee) == 0
     assert "max_num_seqs from now on: 2" in capsys.readouterr().out
     written = load_manifest(copy).knee
