@@ -17,7 +17,7 @@ from pathlib import Path
 import openvino
 
 from builder.build import build
-from builder.config import BuildConfig
+from builder.config import COMPUTE_DTYPES, BuildConfig
 from runtime.contract import load_manifest
 from runtime.engine import Engine, Output
 from runtime.request import FinishReason, SamplingParams
@@ -27,10 +27,12 @@ OUT = ROOT / "bench" / "out"
 TINY = ROOT / "tests" / "models" / "tiny-llama"
 
 
-def engine_directory(model: str, precision: str, **options: object) -> Path:
+def engine_directory(model: str, precision: str, compute_dtype: str = "f32", **options: object) -> Path:
     """Build (or find, when unchanged) `bench/out/<model>-<precision>`; model is `tiny-llama` or a name `builder build` takes."""
     source = str(TINY) if model == "tiny-llama" else model
     output = OUT / f"{Path(model).name}-{precision}"
+    if compute_dtype != "f32":
+        output, options["compute_dtype"] = output.with_name(f"{output.name}-{compute_dtype}"), compute_dtype
     build(BuildConfig(source, output, precision=precision, eval_tokens=0, **options), quiet=True)  # type: ignore[arg-type]
     return output
 
@@ -39,11 +41,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model: str = "smollm2
     parser.add_argument("--engine", type=Path, help="an engine directory; otherwise --model is built")
     parser.add_argument("--model", default=model, help="tiny-llama, or what `builder build` takes")
     parser.add_argument("--precision", default=precision)
+    parser.add_argument("--compute-dtype", choices=COMPUTE_DTYPES, default="f32")
     parser.add_argument("--repetitions", type=int, default=3)
 
 
 def chosen_engine(options: argparse.Namespace) -> Path:
-    return options.engine or engine_directory(options.model, options.precision)
+    return options.engine or engine_directory(options.model, options.precision, options.compute_dtype)
 
 
 def facts(directory: Path) -> dict[str, object]:
@@ -53,6 +56,7 @@ def facts(directory: Path) -> dict[str, object]:
     return {
         "model": manifest.model.name,
         "precision": manifest.precision.name,
+        "arithmetic": manifest.precision.details.get("arithmetic", "f32"),
         "kv_cache": f"{cache.key_dtype}:{cache.value_dtype}",
         "eos_ignored": True,
     }

@@ -208,6 +208,7 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
             },
             "compiled": {
                 "activations": plan.activations,
+                "arithmetic": plan.details.get("arithmetic", ""),
                 "emulated": plan.emulated,
                 "runtime_types": plan.runtime_types,
                 "compile_ms": round(plan.compile_ms, 1),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from builder import plan_command
-from builder.config import ACTIVATION_SCALES, METHODS, PRECISIONS, TARGETS, BuildConfig
+from builder.config import ACTIVATION_SCALES, COMPUTE_DTYPES, METHODS, PRECISIONS, TARGETS, BuildConfig
 from builder.quantize.kv_dtypes import canonical
 from builder.termination import EXIT_STATUS, Terminated, sigterm_raises
 from builder.trtllm_flags import translate
@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--target", choices=TARGETS, default="cpu", help="what runs the engine; default: cpu")
     build.add_argument("--precision", choices=_EVERY_PRECISION, help="default: fp32 on the CPU, fp16 on a GPU")
     build.add_argument("--kv-cache-dtype", type=_kv_dtype, default="auto", help="auto: by precision; or KEYS:VALUES")
+    build.add_argument(
+        "--compute-dtype", choices=COMPUTE_DTYPES, help="cpu: bf16 is faster, but tokens may depend on the batch; default: f32"
+    )
     build.add_argument(
         "--group-size", type=int, choices=(32, 64, 128), help="int4: weights per scale; default: the largest that fits"
     )
@@ -122,6 +125,7 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
         target=arguments.target,
         precision=arguments.precision or PRECISIONS[arguments.target][0],
         kv_cache_dtype=arguments.kv_cache_dtype,
+        compute_dtype=arguments.compute_dtype,
         group_size=arguments.group_size,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,

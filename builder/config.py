@@ -23,6 +23,7 @@ BYTES_PER_WEIGHT = {
     "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int8-wo": 1.0, "int8-sq": 1.0, "int4": 0.5,
 }  # fmt: skip
 _TARGET_PACKAGES = {"cpu": "openvino", "tensorrt": "tensorrt_cu13", "tensorrt-rtx": "tensorrt_rtx_cu13"}
+COMPUTE_DTYPES = ("f32", "bf16")
 METHODS = ("max", "percentile", "mse", "entropy")  # of choosing a static range
 ACTIVATION_SCALES = ("auto", "dynamic", "static")
 _NOT_IN_KEY = ("source", "output", "use_cache", "timing_cache")  # options that do not change the engine
@@ -36,6 +37,7 @@ class BuildConfig:
     target: str = "cpu"
     precision: str = "fp32"
     kv_cache_dtype: str = "auto"
+    compute_dtype: str | None = None  # cpu only: f32 or bf16; None: f32
     group_size: int | None = None  # int4 only; None: the largest of 128, 64, 32 that divides every layer's width
     max_model_len: int | None = None  # None: what the model was trained for, at most 8192
     max_num_seqs: int = 32
@@ -73,6 +75,7 @@ class BuildConfig:
             ):
                 if given:
                     raise BuildError(f"--{name} is for the TensorRT targets, not for --target cpu; leave it out")
+        self._check_compute_dtype()
         if not 0 <= self.optimization_level <= 5:
             raise BuildError(f"--optimization-level is {self.optimization_level} but must be from 0 to 5")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "group_size", "workspace"):
@@ -105,6 +108,24 @@ class BuildConfig:
                 raise BuildError(
                     f"--{name} needs a measurement, and with --eval-tokens 0 nothing is measured; leave one of them out"
                 )
+
+    def _check_compute_dtype(self) -> None:
+        if self.compute_dtype is None:
+            return
+        asked = f"--compute-dtype {self.compute_dtype}"
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise BuildError(f"unknown {asked}; choose one of {', '.join(COMPUTE_DTYPES)}")
+        if self.target != "cpu":
+            raise BuildError(
+                f"{asked} is for --target cpu, not for --target {self.target}, where --precision decides; leave it out"
+            )
+        if self.compute_dtype == "bf16" and self.precision == "fp32":
+            raise BuildError(
+                f"{asked} is not available for --precision fp32, which means f32 arithmetic too; choose --precision bf16"
+            )
+        if self.compute_dtype == "bf16" and (self.precision == "fp8" or self.activation_scales == "static"):
+            rounding = "--precision fp8" if self.precision == "fp8" else "--activation-scales static"
+            raise BuildError(f"{asked} is not available with {rounding}, whose rounding is emulated in exact f32; leave it out")
 
     def key(self, source_sha256: str) -> str:
         """Hash of the model's content, every option that shapes the engine, this package's code and the libraries' versions."""

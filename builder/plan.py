@@ -87,12 +87,14 @@ def weight_bytes(shape: Shape, precision: str) -> float:
     return (shape.num_parameters - shape.table_parameters) * body + shape.table_parameters * tables
 
 
-def process_need(shape: Shape, precision: str, max_num_seqs: int, max_num_batched_tokens: int) -> BesidePool:
+def process_need(
+    shape: Shape, precision: str, max_num_seqs: int, max_num_batched_tokens: int, compute_dtype: str = "f32"
+) -> BesidePool:
     """What a process that serves the model on the CPU has resident beside its KV cache."""
-    emulated = precision == "fp8"
     weights = weight_bytes(shape, precision)
+    counts = (weights, shape.num_parameters, shape.table_parameters)
     return beside_pool(
-        loaded_weights=loaded_weight_bytes(weights, shape.num_parameters, shape.table_parameters, precision, emulated=emulated),
+        loaded_weights=loaded_weight_bytes(*counts, precision, emulated=precision == "fp8", arithmetic=compute_dtype),
         parameters=shape.num_parameters,
         tables=shape.table_parameters,
         num_layers=len(shape.layers),
@@ -135,6 +137,7 @@ def make_plan(
     concurrency: int,
     max_num_batched_tokens: int = 512,
     process: bool = False,
+    compute_dtype: str = "f32",
 ) -> dict[str, Any]:
     """`process`: a serving process on the CPU, not weights and cache on a GPU.
 
@@ -145,7 +148,7 @@ def make_plan(
     widest = max(layer.num_heads * layer.head_dim for layer in shape.layers)
     activations = 4.0 * (max_num_batched_tokens * (8 * shape.hidden_size + 4 * widest) + concurrency * shape.vocab_size)
     budget = memory or (hardware.memory if hardware else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    need = process_need(shape, precision, concurrency, max_num_batched_tokens) if process else None
+    need = process_need(shape, precision, concurrency, max_num_batched_tokens, compute_dtype) if process else None
     beside = weights + activations if need is None else need.total
     left = budget - beside
     if need is not None and left < per_token:

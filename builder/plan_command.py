@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from builder.config import PRECISIONS
+from builder.config import COMPUTE_DTYPES, PRECISIONS, BuildConfig
 from builder.plan import GPUS, make_plan, summary
 from builder.quantize.kv_dtypes import parse_pair
 from runtime.errors import BuildError, InvalidRequest
@@ -29,8 +30,9 @@ def add_parser(commands: Any, size: Callable[[str], int]) -> None:
     plan.add_argument(
         "--kv-cache-dtype",
         default="auto",
-        help="a type or KEYS:VALUES; auto: as the build; on the CPU f32 for fp32, f16 for bf16, else u8; on a GPU 16 bit",
+        help="a type or KEYS:VALUES; auto: as the build; on the CPU f32 for fp32, 16 bit for bf16, else u8; on a GPU 16 bit",
     )
+    plan.add_argument("--compute-dtype", choices=COMPUTE_DTYPES, help="as for build, on the CPU; default: f32")
     plan.add_argument("--memory", type=size, help="such as 24GiB; default: the GPU's, or this machine's")
     plan.add_argument("--gpu", choices=tuple(GPUS), help="take memory, bandwidth and arithmetic from its data sheet")
     plan.add_argument("--context", type=int, help="tokens of one sequence; default: 4096, or the model's positions if fewer")
@@ -55,7 +57,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"or leave --gpu {arguments.gpu} out"
         )
     on_cpu = arguments.gpu is None and arguments.precision in PRECISIONS["cpu"]
-    key_dtype, value_dtype = _kv_types(arguments.kv_cache_dtype, arguments.precision, on_cpu)
+    if arguments.compute_dtype is not None:
+        where = {"target": "cpu"} if on_cpu else {"target": "tensorrt", "precision": "fp16"}
+        BuildConfig(arguments.model, Path(), **{"precision": arguments.precision, **where}, compute_dtype=arguments.compute_dtype)
+    compute_dtype = arguments.compute_dtype or "f32"
+    key_dtype, value_dtype = _kv_types(arguments.kv_cache_dtype, arguments.precision, on_cpu, compute_dtype)
     shape = shape_of(arguments.model)
     if arguments.parameters:
         shape = dataclasses.replace(shape, num_parameters=int(arguments.parameters))
@@ -70,15 +76,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         concurrency=arguments.concurrency,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         process=on_cpu,
+        compute_dtype=compute_dtype,
     )
     if not arguments.json:
         print(summary(result))
     return result
 
 
-def _kv_types(requested: str, precision: str, on_cpu: bool) -> tuple[str, str]:
+def _kv_types(requested: str, precision: str, on_cpu: bool, compute_dtype: str) -> tuple[str, str]:
     """(key, value) types: the build's. Raises BuildError for a pair that the CPU target cannot store."""
-    narrow = "u8" if on_cpu and precision != "bf16" else "f16"
+    wide = "bf16" if compute_dtype == "bf16" else "f16"
+    narrow = "u8" if on_cpu and precision != "bf16" else wide
     if requested == "auto":
         auto = "f32" if precision == "fp32" else narrow
         return auto, auto
@@ -86,8 +94,8 @@ def _kv_types(requested: str, precision: str, on_cpu: bool) -> tuple[str, str]:
     if on_cpu:
         from plugins.paged_attention.openvino import KV_PAIRS
 
-        if chosen not in KV_PAIRS:
-            known = ", ".join(key if key == value else f"{key}:{value}" for key, value in KV_PAIRS)
+        if chosen not in KV_PAIRS[compute_dtype]:
+            known = ", ".join(key if key == value else f"{key}:{value}" for key, value in KV_PAIRS[compute_dtype])
             raise BuildError(
                 f"the cpu target cannot store the KV cache as {requested}; choose one of auto, {known}, "
                 "or plan for a GPU with --gpu"

@@ -68,6 +68,11 @@ def _emulated(report: Mapping[str, Any]) -> str:
     return " (emulated: judges accuracy, not speed)" if report.get("compiled", {}).get("emulated") else ""
 
 
+def _arithmetic(report: Mapping[str, Any]) -> str:
+    in_bf16 = report["target"] == "cpu" and report.get("compiled", {}).get("arithmetic") == "bf16"
+    return ", arithmetic bf16 (tokens may depend on the batch)" if in_bf16 else ""
+
+
 def _checkpoint(stored: Mapping[str, Any]) -> str:
     """What became of the weights of a quantized checkpoint."""
     parts = [f"{stored['kept']} kept on their grid"]
@@ -96,7 +101,7 @@ def summary(report: Mapping[str, Any]) -> str:
     model, weights, memory = report["model"], report["weights"], report["memory"]
     lines = [
         f"model       {model['name']} ({model['architecture']}, {model['num_parameters'] / 1e6:.1f} M parameters)",
-        f"target      {report['target']}, precision {report['precision']}{_emulated(report)}, "
+        f"target      {report['target']}, precision {report['precision']}{_emulated(report)}{_arithmetic(report)}, "
         f"KV cache {memory['key_dtype']}:{memory['value_dtype']}, block {memory['block_size']}",
         f"weights     {weights['total_bytes'] / 1e6:.1f} MB: {_bytes_per_weight(weights)}",
         *(

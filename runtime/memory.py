@@ -53,13 +53,15 @@ class BesidePool:
         return self.tokenizer + self.graph + self.kernels + self.weights + self.activations + self.logits
 
 
-def loaded_weight_bytes(weight_bytes: float, parameters: int, tables: int, precision: str, *, emulated: bool) -> float:
+def loaded_weight_bytes(
+    weight_bytes: float, parameters: int, tables: int, precision: str, *, emulated: bool, arithmetic: str = "f32"
+) -> float:
     """What `weight_bytes` of a plan become; `tables` of the parameters are embedding and head."""
     if emulated:  # the decoded f32 weights of the layers, and the layout of the kernels
         return _FLOAT * (2 * parameters - tables)
-    if precision == "bf16":  # widened
-        return _FLOAT * parameters
-    if precision == "int8-wo":  # f32 inputs: small and large steps have layouts of their own
+    if precision == "bf16":  # widened; for bf16 arithmetic narrowed again, small and large steps having layouts of their own
+        return _FLOAT * parameters * (2 if arithmetic == "bf16" else 1)
+    if precision == "int8-wo" and arithmetic == "f32":  # f32 inputs: small and large steps have layouts of their own
         return weight_bytes + parameters - tables
     return weight_bytes
 
@@ -95,7 +97,12 @@ def of_engine(manifest: Manifest, max_num_seqs: int, max_num_batched_tokens: int
     tables = min(model.vocab_size * model.hidden_size, model.num_parameters)
     return beside_pool(
         loaded_weights=loaded_weight_bytes(
-            manifest.weight_bytes, model.num_parameters, tables, precision.name, emulated=precision.emulated
+            manifest.weight_bytes,
+            model.num_parameters,
+            tables,
+            precision.name,
+            emulated=precision.emulated,
+            arithmetic=str(precision.details.get("arithmetic", "f32")),
         ),
         parameters=model.num_parameters,
         tables=tables,

@@ -2,6 +2,7 @@
 
     python bench/peers/compare.py --model llama-1b --precision int4 --threads 2
     python bench/peers/compare.py --model smollm2-135m-instruct --precision int8 --peers openvino-genai,transformers
+    python bench/peers/compare.py --compute-dtype f32,bf16      # two engines of ours, as two rows
 
 Each peer is installed into an environment of its own under --work and converts the same Hugging Face directory there, once; this
 takes from minutes to half an hour (llama.cpp is compiled). Then every repetition starts each of them in turn, in a fresh process
@@ -32,7 +33,7 @@ from recipes import RECIPES, Recipe
 from shapes import SHAPES, hugging_face_directory, vocab_size
 
 from builder.build import build
-from builder.config import BuildConfig
+from builder.config import COMPUTE_DTYPES, BuildConfig
 from runtime.bench.environment import environment
 
 HERE = Path(__file__).resolve().parent
@@ -56,6 +57,7 @@ class Contestant:
     remarks: tuple[str, ...] = ()
     commands: list[str] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
+    mine: bool = False
 
 
 def run(command: Sequence[str], log: Path) -> None:
@@ -110,19 +112,23 @@ def prepare(recipe: Recipe, hf: Path, options: argparse.Namespace) -> Contestant
     return contestant
 
 
-def ours(hf: Path, options: argparse.Namespace) -> Contestant:
+def ours(hf: Path, compute_dtype: str, options: argparse.Namespace) -> Contestant:
     """Built from the same directory as the peers' models, and again when our code has changed since."""
-    engine: Path = options.engine or options.work / OURS / f"{hf.name}-{options.precision}"
+    suffix = "" if compute_dtype == "f32" else f"-{compute_dtype}"
+    engine: Path = options.engine or options.work / OURS / f"{hf.name}-{options.precision}{suffix}"
     # What random weights are rounded to changes no speed, so GPTQ has nothing to gain. The exported graph is 4 GB: not kept.
-    config = BuildConfig(str(hf), engine, precision=options.precision, eval_tokens=0)
+    config = BuildConfig(str(hf), engine, precision=options.precision, compute_dtype=compute_dtype, eval_tokens=0)
     if hf.name in SHAPES:
         config = dataclasses.replace(config, calibration_samples=0, use_cache=False)
     if options.engine is None:
         build(config)
     contestant = Contestant(
-        OURS, options.precision, Path(sys.executable), HERE / "run_forgeline.py", engine, options.threads, options.new_tokens
-    )
+        OURS + suffix, options.precision, Path(sys.executable), HERE / "run_forgeline.py", engine, options.threads,
+        options.new_tokens, mine=True,
+    )  # fmt: skip
     command = ["builder", "build", str(hf), "--precision", options.precision, "--output", str(engine), "--eval-tokens", "0"]
+    if suffix:
+        command += ["--compute-dtype", compute_dtype]
     if hf.name in SHAPES:
         command += ["--calibration-samples", "0", "--no-cache"]
     contestant.commands = [shlex.join(command)]
@@ -136,7 +142,7 @@ def measure(contestant: Contestant, vocab: int, options: argparse.Namespace, see
         "--batches", options.batches, "--new-tokens", str(contestant.new_tokens), "--seed", str(seed),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(contestant.threads), "PYTHONPATH": str(HERE), **contestant.environment}
-    if contestant.name == OURS:
+    if contestant.mine:
         environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{HERE.parents[1]}"
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.timeout, env=environment)
@@ -159,7 +165,7 @@ def points(contestant: Contestant, batches: Sequence[str]) -> dict[str, list[flo
 
 def table(contestants: Sequence[Contestant], batches: Sequence[str]) -> str:
     columns = ["prefill", *(f"B={batch}" for batch in batches)]
-    base = points(contestants[0], batches)
+    mine = [points(contestant, batches) for contestant in contestants if contestant.mine]
     lines = ["| tok/s | precision | threads | " + " | ".join(columns) + " |", "|---|---|---|" + "---|" * len(columns)]
     for contestant in contestants:
         found = points(contestant, batches)
@@ -170,8 +176,9 @@ def table(contestants: Sequence[Contestant], batches: Sequence[str]) -> str:
                 continue
             middle, low, high = statistics.median(found[column]), min(found[column]), max(found[column])
             cell = f"{middle:.1f} ({low:.1f}–{high:.1f})"
-            if contestant is not contestants[0] and column in base:
-                cell += f", ours {statistics.median(base[column]) / middle:.2f}×"
+            ratios = [f"{statistics.median(each[column]) / middle:.2f}×" for each in mine if column in each]
+            if ratios and not contestant.mine:
+                cell += f", ours {' and '.join(ratios)}"
             cells.append(cell)
         lines.append(f"| {contestant.name} | {contestant.precision} | {contestant.threads} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -208,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--model", default="llama-1b", help="llama-1b (random weights), what `builder build` takes, or a directory"
     )
     parser.add_argument("--precision", choices=("int4", "int8"), default="int4")
+    parser.add_argument("--compute-dtype", default="f32", help="of ours: f32, bf16 or both, separated by a comma")
     parser.add_argument("--engine", type=Path, help="our engine of that model, when it is built already")
     parser.add_argument("--peers", default=",".join(recipe.name for recipe in RECIPES))
     parser.add_argument("--threads", type=int, default=2)
@@ -226,13 +234,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.work = options.work.resolve()
     wanted = options.peers.split(",") if options.peers else []
     unknown = set(wanted) - {recipe.name for recipe in RECIPES}
+    compute_dtypes = options.compute_dtype.split(",")
+    if not set(compute_dtypes) <= set(COMPUTE_DTYPES) or len(compute_dtypes) > len(set(compute_dtypes)):
+        raise SystemExit(f"error: --compute-dtype is {options.compute_dtype!r} but must be f32, bf16 or f32,bf16")
+    if options.engine and len(compute_dtypes) > 1:
+        raise SystemExit("error: --engine is one engine, but --compute-dtype asks for two; leave one of them out")
     if unknown:
         raise SystemExit(f"error: unknown peers {', '.join(sorted(unknown))}; known are {', '.join(r.name for r in RECIPES)}")
 
     options.work.mkdir(parents=True, exist_ok=True)
     hf = hugging_face_directory(options.model, options.work)
     failures: dict[str, str] = {}
-    contestants = [ours(hf, options)]
+    contestants = [ours(hf, dtype, options) for dtype in compute_dtypes]
     for recipe in RECIPES:
         if recipe.name in wanted:
             try:
@@ -250,8 +263,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             except Failed as failure:
                 failures[contestant.name] = str(failure)
                 print(f"{contestant.name}: {failure}", file=sys.stderr)
-    if OURS in failures:
-        raise SystemExit(f"error: {failures[OURS]}")
+    for contestant in contestants:
+        if contestant.mine and contestant.name in failures:
+            raise SystemExit(f"error: {failures[contestant.name]}")
     taking_part = [each for each in contestants if each.runs and each.name not in failures]
     text = report(taking_part, failures, options, options.batches.split(","))
     output = options.output or options.work / f"{hf.name}-{options.precision}.md"

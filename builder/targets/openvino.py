@@ -5,8 +5,8 @@
     plan/weights.bin      weights of both, memory-mapped
 
 Arithmetic is f32 (integers where layers are quantized), also for bf16 weights: they take two bytes in the file and are widened on
-loading. Native bf16 doubles the speed of prefill, but its results change with the shape of the batch (logits by 4e-3), and a
-request's tokens must not depend on what shares its steps.
+loading. bf16 arithmetic (`--compute-dtype bf16`) is faster, but its results change with the shape of the batch, so
+the tokens of a request may depend on what shares its steps.
 
 OpenVINO cannot cache a compiled model that contains its paged attention, so the plan is ONNX and loading compiles it.
 
@@ -33,7 +33,7 @@ from plugins.paged_attention.op import PAGED_ATTENTION, attach_functions
 from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
 from runtime.errors import BuildError, UnsupportedModel
 
-_AUTO_KV = {"fp32": "f32", "bf16": "f16"}  # every other precision: u8
+_WIDE_KV = {"f32": "f16", "bf16": "bf16"}  # by the type it computes in: for weights of two bytes
 _WEIGHTS = "weights.bin"
 _PAGE = 4096  # bytes: mapped tensors start on a page
 
@@ -44,21 +44,32 @@ class PlanResult:
     kv_cache: KVSpec
     libraries: dict[str, str]
     weight_bytes: int  # of the weights file
-    activations: str  # fp32, or int8, fp8 where quantized layers round their inputs
+    activations: str  # fp32, bf16, or int8, fp8 where quantized layers round their inputs
     emulated: bool  # inputs are rounded by f32 arithmetic, for accuracy, not for speed
     details: dict[str, Any]  # for PrecisionSpec.details: what the executor compiles with
     runtime_types: dict[str, int]  # "layer type:precision" → count, in the compiled model
     compile_ms: float
 
 
-def resolve_kv_dtype(requested: str, precision: str, canonical: ir.Model) -> tuple[str, str]:
-    """(key, value) types for `--kv-cache-dtype`: auto, a type, or keys:values. "auto" is f32 for fp32, f16 for bf16, else u8."""
-    chosen = None if requested == "auto" else parse_pair(requested)
-    if chosen is not None and chosen not in paged.KV_PAIRS:
-        known = ", ".join(key if key == value else f"{key}:{value}" for key, value in paged.KV_PAIRS)
+def require(compute_dtype: str) -> None:
+    """Raises  BuildError when this CPU does not compute in that type."""
+    core = ov.Core()
+    if compute_dtype == "bf16" and not paged.has_bf16(core):
+        listed = ", ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
         raise BuildError(
-            f"the cpu target cannot store the KV cache as {requested} (keys as {chosen[0]}, values as {chosen[1]}); "
-            f"choose one of auto, {known}"
+            f"--compute-dtype bf16 needs a CPU with bf16 arithmetic (AVX512-BF16 or AMX) but OpenVINO lists {listed} for this "
+            "one; leave it out, or build where the engine will run"
+        )
+
+
+def resolve_kv_dtype(requested: str, precision: str, canonical: ir.Model, compute_dtype: str = "f32") -> tuple[str, str]:
+    """(key, value) types for `--kv-cache-dtype`: auto, a type, or keys:values. auto: f32 for fp32, 16 bit for bf16, else u8."""
+    chosen = None if requested == "auto" else parse_pair(requested)
+    if chosen is not None and chosen not in paged.KV_PAIRS[compute_dtype] and attention_mode(canonical) != DECOMPOSED:
+        known = ", ".join(key if key == value else f"{key}:{value}" for key, value in paged.KV_PAIRS[compute_dtype])
+        raise BuildError(
+            f"the cpu target, computing in {compute_dtype}, cannot store the KV cache as {requested} (keys as {chosen[0]}, "
+            f"values as {chosen[1]}); choose one of auto, {known}"
         )
     if attention_mode(canonical) == DECOMPOSED:
         if chosen not in (None, ("f32", "f32")):
@@ -68,7 +79,7 @@ def resolve_kv_dtype(requested: str, precision: str, canonical: ir.Model) -> tup
                 f"cache as f32 only, not {requested}; use --kv-cache-dtype f32 or auto"
             )
         return "f32", "f32"
-    auto = _AUTO_KV.get(precision, "u8")
+    auto = {"fp32": "f32", "bf16": _WIDE_KV[compute_dtype]}.get(precision, "u8")
     return chosen or (auto, auto)
 
 
@@ -80,6 +91,7 @@ def build_plan(
     key_dtype: str,
     value_dtype: str,
     precision: str,
+    compute_dtype: str = "f32",
     num_threads: int = 1,
 ) -> PlanResult:
     """Write the plan into `plan_dir` (the bundle's plan directory) and check what OpenVINO makes of it.
@@ -105,11 +117,13 @@ def build_plan(
         head_dims=[layer.head_dim for layer in spec.layers],
         dynamic_quantization_group_size=group_size,
         num_threads=num_threads,
+        compute_dtype=compute_dtype,
     )
+    assert compute_dtype == "f32" or not rounding.emulated, f"{rounding.emulated} would be emulated in {compute_dtype}"
     start = time.perf_counter()
     compiled = core.compile_model(paged.read_model(core, plan_dir / "model.onnx"), "CPU", options)
     compile_ms = (time.perf_counter() - start) * 1e3
-    runtime_types = openvino_check.check(compiled, want)
+    runtime_types = openvino_check.check(compiled, want, compute_dtype)
     stored = {value.element_type for value in paged.pool_blocks(compiled).values()}
     assert stored <= {key_dtype, value_dtype}, f"OpenVINO stores the KV cache as {stored}, not as {key_dtype}, {value_dtype}"
     layout = paged.LAYOUT_PLAIN if facts.mode == DECOMPOSED else paged.LAYOUT_PAGED
@@ -118,10 +132,10 @@ def build_plan(
         kv_cache=KVSpec(key_dtype, value_dtype, paged.BLOCK_SIZE, layout, _bytes_per_token(compiled, spec)),
         libraries={paged.LIBRARY: paged.library_version()},
         weight_bytes=(plan_dir / _WEIGHTS).stat().st_size,
-        activations="int8" if group_size else rounding.emulated or "fp32",
+        activations="int8" if group_size else rounding.emulated or {"f32": "fp32"}.get(compute_dtype, compute_dtype),
         emulated=bool(rounding.emulated),
         details={
-            "arithmetic": f"f32, emulating {rounding.emulated}" if rounding.emulated else "f32",
+            "arithmetic": f"f32, emulating {rounding.emulated}" if rounding.emulated else compute_dtype,
             "weights_widened_on_load": precision == "bf16",
             "dynamic_quantization_group_size": group_size,
         },

@@ -3,7 +3,8 @@
 OpenVINO says nothing when a pattern does not fire or a quantized weight has a shape its kernels cannot take: it widens the weight
 to f32 and computes the same result at four times the memory. Here that fails the build.
 
-Raises   FusionMismatch when norms or rotary embeddings run as loose operations, PrecisionLost naming the layers that lost theirs
+Raises   FusionMismatch when norms or rotary embeddings run as loose operations, PrecisionLost naming the layers that lost theirs,
+         or the types found where arithmetic is not of the type asked for
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import openvino as ov
 
+from plugins.paged_attention.openvino import computes_in
 from runtime.errors import FusionMismatch, PrecisionLost
 
 _STORED = {ir.DataType.INT8: "i8", ir.DataType.INT4: "i4", ir.DataType.UINT4: "u4"}
+_FLOATS = ("f32", "bf16", "f16")
+_ARITHMETIC = ("FullyConnected", "MatMul", "PagedAttention", "RMS", "MVN")  # the rest is copies, and angles that stay in f32
 _NAMES_SHOWN = 4
 _STORED_SUFFIX = re.compile(r"\.q(?=\[|$)")  # builder.quantize's, and the number of an expert follows it
 
@@ -102,7 +106,7 @@ def layers(compiled: ov.CompiledModel) -> list[Layer]:
     return found
 
 
-def check(compiled: ov.CompiledModel, want: Expected) -> dict[str, int]:
+def check(compiled: ov.CompiledModel, want: Expected, compute_dtype: str = "f32") -> dict[str, int]:
     """Histogram "layer type:precision" → count of the compiled model, once it is what was wanted."""
     found = layers(compiled)
     kinds = Counter(layer.kind for layer in found)
@@ -113,7 +117,22 @@ def check(compiled: ov.CompiledModel, want: Expected) -> dict[str, int]:
                 "would run as loose operations; build with the pinned openvino version or report the model"
             )
     _check_weights(found, want)
+    _check_arithmetic(found, computes_in(compiled), compute_dtype)
     return dict(sorted(Counter(f"{layer.kind}:{layer.precision}" for layer in found if layer.kind != "Const").items()))
+
+
+def _check_arithmetic(found: list[Layer], computes_in: str, compute_dtype: str) -> None:
+    others = Counter(
+        f"{layer.kind}:{layer.precision}"
+        for layer in found
+        if layer.kind in _ARITHMETIC and layer.precision in _FLOATS and layer.precision != compute_dtype
+    )
+    if others or computes_in != compute_dtype:
+        shown = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items())) or "no layer by name"
+        raise PrecisionLost(
+            f"OpenVINO computes in {computes_in} instead of {compute_dtype} ({shown}); choose another --compute-dtype "
+            "or build with the pinned openvino version"
+        )
 
 
 def _check_weights(found: list[Layer], want: Expected) -> None:

@@ -17,7 +17,7 @@ from builder.quantize.scheme import scheme_of
 from builder.quantized.grid import Origin
 from builder.stages import Stages
 from builder.targets.compiled import Compiled
-from builder.targets.openvino import build_plan, resolve_kv_dtype
+from builder.targets.openvino import build_plan, require, resolve_kv_dtype
 from runtime.contract import PLAN_DIR, TOKENIZER_DIR, Manifest, ModelSpec
 from runtime.errors import BuildError
 from runtime.executors.base import Executor
@@ -32,7 +32,9 @@ def compile_engine(
 ) -> Compiled:
     threads = len(os.sched_getaffinity(0))
     model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
-    key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model)
+    compute_dtype = config.compute_dtype or "f32"
+    require(compute_dtype)
+    key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model, compute_dtype)
     scheme = scheme_of(config.precision)
     static = scheme.static if config.activation_scales == "auto" else config.activation_scales == "static"
     with stages("quantize"):
@@ -59,6 +61,7 @@ def compile_engine(
             key_dtype=key_dtype,
             value_dtype=value_dtype,
             precision=config.precision,
+            compute_dtype=compute_dtype,
             num_threads=threads,
         )
     if plan.emulated:
@@ -69,7 +72,7 @@ def compile_engine(
     def executor(manifest: Manifest, context: int) -> Executor:
         return OpenVINOExecutor(staging, manifest, -(-context // manifest.kv_cache.block_size), threads)
 
-    rounds_inputs = plan.activations != "fp32"
+    rounds_inputs = plan.activations not in ("fp32", "bf16")
     return Compiled(
         quantization=quantization,
         plan=plan.plan,

@@ -29,10 +29,16 @@ LOWERED_OP = "OpenVINOPagedAttention"
 METADATA = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
 BLOCK_SIZE = 32  # fixed by the CPU plug-in
 POOL_PREFIXES = ("k_pool.", "v_pool.")
-KV_PAIRS = (("f32", "f32"), ("f16", "f16"), ("u8", "u8"), ("u8", "u4"))  # keys, values: what the plug-in has kernels for
+KV_PAIRS = {  # by the type it computes in: keys, values that the plug-in has kernels for
+    "f32": (("f32", "f32"), ("f16", "f16"), ("u8", "u8"), ("u8", "u4")),
+    "bf16": (("bf16", "bf16"), ("u8", "u8"), ("u8", "u4")),  # f16 it would turn into bf16
+}
+COMPUTE_DTYPES = tuple(KV_PAIRS)
 _U4_GROUP = 32  # values of four bits under one scale
 LAYOUT_PAGED = "openvino-paged-by-token"  # [num_blocks, Hkv, 32, D or D + 8]
 LAYOUT_PLAIN = "plain"  # [num_blocks, 32, Hkv, D]: models whose attention is decomposed
+
+_NOT_IN_NUMPY = {"u4": ov.Type.u4, "bf16": ov.Type.bf16}
 
 _NO_I32 = np.zeros((0,), np.int32)
 _NO_F32 = np.zeros((0,), np.float32)
@@ -105,17 +111,24 @@ def u4_group(head_dims: Iterable[int]) -> int:
 
 
 def compile_options(
-    *, key_dtype: str, value_dtype: str, head_dims: Iterable[int], dynamic_quantization_group_size: int, num_threads: int
+    *,
+    key_dtype: str,
+    value_dtype: str,
+    head_dims: Iterable[int],
+    dynamic_quantization_group_size: int,
+    num_threads: int,
+    compute_dtype: str = "f32",
 ) -> dict[str, Any]:
     """Options of `core.compile_model(model, "CPU", ...)`.
 
     Threads are not pinned: with other work on the cores, pinning cost 7 to 17 % of a step (SmolLM2 int8, two cores under load).
     Keys quantize by token: quantizing them by channel makes the stored keys depend on how a prompt was cut into chunks.
-    dynamic_quantization_group_size: activations a scale covers in layers with quantized weights; 0 leaves them in f32.
+    dynamic_quantization_group_size: activations a scale covers in layers with quantized weights; 0 leaves them as they are.
+    compute_dtype: f32 or bf16. Where the CPU has no bf16 the plug-in computes in f32 and says nothing; `computes_in` tells.
     """
     return {
         "INFERENCE_NUM_THREADS": num_threads,
-        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_PRECISION_HINT": compute_dtype,
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,  # the server's threads and clients need the same cores
         "KEY_CACHE_PRECISION": key_dtype,
@@ -131,8 +144,8 @@ class PoolBlock:
     """One block of a pool, as the compiled model wants it."""
 
     shape: tuple[int, ...]
-    element_type: str  # f32, f16, u8, u4
-    dtype: np.dtype  # of the array that holds it: u4 lies two in a byte
+    element_type: str  # f32, f16, bf16, u8, u4
+    dtype: np.dtype  # of the array that holds it: u4 lies two in a byte, bf16 as if it were f16
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
@@ -146,8 +159,8 @@ class PoolBlock:
 
     def tensor(self, pool: np.ndarray) -> ov.Tensor:
         """Shares the memory of `pool`, [num_blocks, *storage_shape]."""
-        if self.element_type == "u4":
-            return ov.Tensor(pool, ov.Shape([len(pool), *self.shape]), ov.Type.u4)
+        if self.element_type in _NOT_IN_NUMPY:
+            return ov.Tensor(pool, ov.Shape([len(pool), *self.shape]), _NOT_IN_NUMPY[self.element_type])
         return ov.Tensor(pool, shared_memory=True)
 
 
@@ -162,6 +175,16 @@ def pool_blocks(compiled: ov.CompiledModel) -> dict[str, PoolBlock]:
             element_type = value.element_type.get_type_name()
             found[name] = PoolBlock(shape, element_type, np.dtype(value.element_type.to_dtype()))
     return found
+
+
+def has_bf16(core: ov.Core) -> bool:
+    """Whether this CPU, and the plug-in on it, computes in bf16."""
+    return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
+def computes_in(compiled: ov.CompiledModel) -> str:
+    """The type that the plug-in chose, whatever it was asked for."""
+    return str(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
 
 
 def library_version() -> str:

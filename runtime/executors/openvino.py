@@ -6,7 +6,10 @@
 Loading compiles the lowered ONNX (OpenVINO cannot cache a compiled paged-attention model); weights are memory-mapped, and their
 pages given back when the plug-in has copied them (mapped_weights.py).
 
-Raises   ManifestMismatch when the library or the pool layout is not what the engine was built for
+Arithmetic is the engine's: f32, where a request's result does not depend on what shares its steps, or bf16, which is faster and
+promises no such thing, so it needs neither neighbours for single rows nor prompts in parts of two tokens.
+
+Raises   ManifestMismatch when the library, the pool layout or the CPU's arithmetic is not what the engine was built for
 """
 
 from __future__ import annotations
@@ -47,10 +50,11 @@ class OpenVINOExecutor:
         self.block_size = manifest.kv_cache.block_size
         self.num_blocks = num_blocks
         self.vocab_size = manifest.model.vocab_size
+        compute_dtype = _compute_dtype(manifest)
         # One new token runs the decode kernel, more run the prefill kernel, and their sums differ in the last bits.
-        self.min_prefill_tokens = 2
+        self.min_prefill_tokens = self._least_rows = 2 if compute_dtype == "f32" else 1
         model = Path(engine_dir) / manifest.plan["model"]
-        compiled = _compile(model, manifest, num_threads)
+        compiled = _compile(model, manifest, compute_dtype, num_threads)
         self._weights = MappedWeights(model.parent)
         blocks = paged.pool_blocks(compiled)
         per_token = sum(block.num_bytes for block in blocks.values()) / self.block_size
@@ -73,7 +77,7 @@ class OpenVINOExecutor:
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         request = self._request
-        inputs = pad(inputs, self.num_blocks, self.block_size)
+        inputs = pad(inputs, self.num_blocks, self.block_size, self._least_rows)
         for name in self._inputs:
             request.set_tensor(name, ov.Tensor(getattr(inputs, name), shared_memory=True))
         request.infer()
@@ -92,20 +96,40 @@ class OpenVINOExecutor:
         self._cache.pools.clear()
 
 
-def _compile(path: Path, manifest: Manifest, num_threads: int) -> ov.CompiledModel:
+def _compute_dtype(manifest: Manifest) -> str:
+    """From "f32", "bf16" or "f32, emulating fp8"."""
+    arithmetic = str(manifest.precision.details.get("arithmetic", "f32"))
+    dtype = arithmetic.partition(",")[0]
+    if dtype not in paged.COMPUTE_DTYPES:
+        raise ManifestMismatch(
+            f"the engine's arithmetic is {arithmetic!r} but this runtime knows {', '.join(paged.COMPUTE_DTYPES)}; "
+            "rebuild the engine with this version of forgeline"
+        )
+    return dtype
+
+
+def _compile(path: Path, manifest: Manifest, compute_dtype: str, num_threads: int) -> ov.CompiledModel:
     core = ov.Core()
+    if compute_dtype == "bf16" and not paged.has_bf16(core):
+        raise ManifestMismatch(
+            "the engine computes in bf16, which this CPU lacks; run it on a CPU with AVX512-BF16 or AMX, "
+            "or rebuild it with --compute-dtype f32"
+        )
     options = paged.compile_options(
         key_dtype=manifest.kv_cache.key_dtype,
         value_dtype=manifest.kv_cache.value_dtype,
         head_dims=[layer.head_dim for layer in manifest.model.layers],
         dynamic_quantization_group_size=manifest.precision.details[_GROUP_SIZE],
         num_threads=num_threads,
+        compute_dtype=compute_dtype,
     )
     try:
-        return core.compile_model(paged.read_model(core, path), "CPU", options)
+        compiled = core.compile_model(paged.read_model(core, path), "CPU", options)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise EngineError(f"OpenVINO cannot compile {path} ({reason}); rebuild the engine") from error
+    assert paged.computes_in(compiled) == compute_dtype, f"OpenVINO computes in {paged.computes_in(compiled)}"
+    return compiled
 
 
 def _output_of(pool: str) -> str:

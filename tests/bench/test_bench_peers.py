@@ -85,7 +85,7 @@ def test_our_runner_follows_the_protocol(tiny_engine: object) -> None:
 
 def test_table_and_ratios() -> None:
     def contestant(name: str, runs: list[dict[str, object]]) -> compare.Contestant:
-        made = compare.Contestant(name, "int4", Path("p"), Path("s"), Path("m"), 2, 33)
+        made = compare.Contestant(name, "int4", Path("p"), Path("s"), Path("m"), 2, 33, mine=name.startswith("forgeline"))
         made.runs = runs
         return made
 
@@ -94,6 +94,26 @@ def test_table_and_ratios() -> None:
     lines = compare.table([mine, other], ["1", "4"]).splitlines()
     assert lines[2] == "| forgeline | int4 | 2 | 200.0 (100.0–300.0) | 11.0 (10.0–12.0) | 40.0 (40.0–40.0) |"
     assert lines[3] == "| peer | int4 | 2 | 100.0 (100.0–100.0), ours 2.00× | 5.5 (5.5–5.5), ours 2.00× | – |"
+    fast = contestant("forgeline-bf16", [{"prefill": 250.0, "decode": {"1": 22.0, "4": 44.0}}])
+    lines = compare.table([mine, fast, other], ["1"]).splitlines()
+    assert lines[3] == "| forgeline-bf16 | int4 | 2 | 250.0 (250.0–250.0) | 22.0 (22.0–22.0) |"
+    assert lines[4] == "| peer | int4 | 2 | 100.0 (100.0–100.0), ours 2.00× and 2.50× | 5.5 (5.5–5.5), ours 2.00× and 4.00× |"
+
+
+def test_two_engines_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(compare, "build", built.append)
+    options = argparse.Namespace(engine=None, work=tmp_path, precision="int4", threads=2, new_tokens=33)
+    exact, fast = (compare.ours(Path("hf/llama-1b"), dtype, options) for dtype in ("f32", "bf16"))
+    assert [(c.compute_dtype, c.output.name) for c in built] == [("f32", "llama-1b-int4"), ("bf16", "llama-1b-int4-bf16")]
+    assert [(c.name, c.model, c.mine) for c in (exact, fast)] == [
+        ("forgeline", tmp_path / "forgeline" / "llama-1b-int4", True),
+        ("forgeline-bf16", tmp_path / "forgeline" / "llama-1b-int4-bf16", True),
+    ]
+    assert "--compute-dtype" not in exact.commands[0] and "--compute-dtype bf16" in fast.commands[0]
+    for arguments in (["--compute-dtype", "f32,f16"], ["--compute-dtype", "f32,bf16", "--engine", "e"]):
+        with pytest.raises(SystemExit, match="--compute-dtype"):
+            compare.main([*arguments, "--work", str(tmp_path)])
 
 
 def test_llama_cpp_table() -> None:

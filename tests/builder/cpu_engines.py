@@ -38,12 +38,18 @@ def fused(exported: Any) -> ir.Model:
 
 
 def build(
-    exported: Any, directory: Path, precision: str = "fp32", kv_cache_dtype: str = "auto", group_size: int | None = None
+    exported: Any,
+    directory: Path,
+    precision: str = "fp32",
+    kv_cache_dtype: str = "auto",
+    group_size: int | None = None,
+    compute_dtype: str = "f32",
 ) -> Built:
     model = fused(exported)
-    key, value = resolve_kv_dtype(kv_cache_dtype, precision, model)
+    key, value = resolve_kv_dtype(kv_cache_dtype, precision, model, compute_dtype)
     report = quantize(model, precision, group_size=group_size)
-    plan = build_plan(model, directory / "plan", exported.spec, key_dtype=key, value_dtype=value, precision=precision)
+    types = {"key_dtype": key, "value_dtype": value, "precision": precision, "compute_dtype": compute_dtype}
+    plan = build_plan(model, directory / "plan", exported.spec, **types)
     return Built(directory, manifest(exported.spec, precision, report, plan), report, plan)
 
 

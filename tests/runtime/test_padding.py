@@ -31,6 +31,7 @@ def step(tokens: list[int], past: list[int]) -> StepInputs:
 )
 def test_padded_length(num_tokens: int, length: int) -> None:
     assert padded_length(num_tokens) == length
+    assert padded_length(num_tokens, least=1) == (1 if num_tokens == 1 else length)
 
 
 def test_steps_up_to_2048_tokens_have_few_lengths() -> None:
@@ -45,6 +46,8 @@ def test_steps_up_to_2048_tokens_have_few_lengths() -> None:
 def test_a_step_that_needs_none_is_left_alone() -> None:
     inputs = step([1, 1], [5, 9])
     assert pad(inputs, 7, 64) is inputs
+    single = step([1], [5])
+    assert pad(single, 7, 64, least=1) is single
 
 
 def test_one_row_gets_a_neighbour_in_the_scratch_block() -> None:

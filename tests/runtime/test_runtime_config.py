@@ -136,6 +136,11 @@ def test_weights_as_the_plug_in_keeps_them() -> None:
     assert loaded_weight_bytes(100, 80, 20, "int8", emulated=False) == 100
     assert loaded_weight_bytes(160, 80, 20, "bf16", emulated=False) == 320
     assert loaded_weight_bytes(100, 80, 20, "int8-wo", emulated=False) == 160
+    in_bf16 = [loaded_weight_bytes(100, 80, 20, name, emulated=False, arithmetic="bf16") for name in ("int8", "bf16", "int8-wo")]
+    assert in_bf16 == [100, 640, 100]
+    details = {"arithmetic": "bf16"}
+    wide = dataclasses.replace(SIZED, precision=dataclasses.replace(SIZED.precision, name="bf16", details=details))
+    assert of_engine(wide, 8, 64).weights == 2 * 4 * 2000
 
 
 @pytest.mark.parametrize(
