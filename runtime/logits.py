@@ -18,6 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 256
+_BINS, _BINS_PER_NAT = 256, 8  # of the histogram of values below the best
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -62,9 +63,9 @@ def _kth_largest_bound(values: Floats, k: Ints) -> Floats:
 
 def _locate(wanted: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
     """(flat index, row, column) of what is wanted, in order of id; `column` counts up from 0 within each row."""
-    flat = np.flatnonzero(wanted)
-    rows = flat // wanted.shape[1]
-    return flat, rows, _columns(rows, len(wanted))
+    lengths = np.count_nonzero(wanted, axis=1)
+    rows = np.repeat(np.arange(len(wanted)), lengths)
+    return np.flatnonzero(wanted), rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _columns(rows: Ints, count: int) -> Ints:
@@ -100,68 +101,100 @@ def choose(
     scratch = np.empty_like(values) if scratch is None else scratch
     top_k = np.where(top_k < 1, width, np.minimum(top_k, width))
     free = (top_k == width) & (top_p == 1) & (min_p == 0)
+    nucleus = (top_k == width) & (top_p < 1)
     if free.all():
         return draw(np.exp(values, out=values), uniform)
-    if not free.any():
-        return _choose_filtered(values, top_k, top_p.astype(np.float64), min_p, uniform, scratch)
+    if nucleus.all():
+        return _choose_nucleus(values, top_p.astype(np.float64), min_p, uniform, scratch)
+    if not free.any() and not nucleus.any():
+        return _choose_filtered(values, top_k, top_p.astype(np.float64), min_p, uniform)
     chosen = np.empty(len(values), np.int64)
-    for part in (free, ~free):
-        chosen[part] = choose(values[part], top_k[part], top_p[part], min_p[part], uniform[part])
+    for part in (free, nucleus, ~(free | nucleus)):
+        if part.any():
+            chosen[part] = choose(values[part], top_k[part], top_p[part], min_p[part], uniform[part])
     return chosen
 
 
-def _choose_filtered(
-    values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64], scratch: Floats
-) -> Ints:
+def _choose_filtered(values: Floats, top_k: Ints, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64]) -> Ints:
+    """By top-k or min-p, after which few tokens are left: these are sorted."""
     count, width = values.shape
     with np.errstate(divide="ignore"):
         floor = np.log(min_p).astype(values.dtype)  # the best value is 0, so its share of the best probability is exp(value)
     use_k = top_k < width
     if use_k.any():
-        bound = _kth_largest_bound(values, top_k)
-        floor = np.where(use_k, np.maximum(floor, bound), floor)
-    only_p = ~use_k & (top_p < 1)
-    total = np.zeros(count)  # of the weights that top-p is measured against; 0: the sum of the candidates
-    if only_p.any():
-        weights = np.exp(values, out=scratch)
-        if (min_p > 0).any():
-            weights *= values >= floor[:, None]
-        total = np.where(only_p, weights.sum(axis=1), 0)
-        # A weight below (1 - p) · total / V is never kept: all weights up to it sum to less than 1 - p of the total.
-        with np.errstate(divide="ignore"):
-            bound = np.log((1 - top_p) * total / width) - 1e-3  # slack for rounding
-        floor = np.where(only_p, np.maximum(floor, np.minimum(bound, 0).astype(values.dtype)), floor)
+        floor = np.where(use_k, np.maximum(floor, _kth_largest_bound(values, top_k)), floor)
     flat, rows, columns = _locate(values >= floor[:, None])
-    if only_p.any():
-        flat, rows, columns = _drop_tail(values.ravel()[flat], flat, rows, np.where(only_p, top_p * total, np.inf))
-    best = np.full((count, int(columns.max()) + 1), np.inf, values.dtype)
-    best[rows, columns] = -values.ravel()[flat]
-    best.sort(axis=1)  # values alone: several times faster than an order of ids, and one look-up finds the id at the end
-    best = -best
+    found = values.ravel()[flat]
+    best = _sorted(found, rows, columns, count)
     columns = np.arange(best.shape[1])
     weights = np.where(columns < top_k[:, None], np.exp(best.astype(np.float64)), 0)
     running = np.cumsum(weights, axis=1)
-    total = np.where(total > 0, total, running[:, -1])
     # top-p keeps a token while those before it hold less than p: the smallest set that reaches p, never an empty one
-    kept = np.where((running - weights < (top_p * total)[:, None]) | (columns == 0), weights, 0)
+    kept = np.where((running - weights < (top_p * running[:, -1])[:, None]) | (columns == 0), weights, 0)
     running = np.cumsum(kept, axis=1)
     target = np.minimum(uniform * running[:, -1], np.nextafter(running[:, -1], 0))
-    column = (running <= target[:, None]).sum(axis=1)
-    value = best[np.arange(count), column]
-    tie = column - (best > value[:, None]).sum(axis=1)  # among equal values the n-th column is the n-th id
-    flat, rows, columns = _locate(values == value[:, None])
-    return flat[columns == tie[rows]] % width
+    return _pick(best, (running <= target[:, None]).sum(axis=1), found, flat, rows) % width
 
 
-def _drop_tail(found: Floats, flat: Ints, rows: Ints, mass: npt.NDArray[np.float64]) -> tuple[Ints, Ints, Ints]:
-    """Candidates (as `_locate` gives them) without those below where a row's best hold `mass`: by histogram, before any sort."""
-    count, bins = len(mass), 128
-    bin = np.minimum(found * -4, bins - 1).astype(np.int64)
-    weights = np.bincount(rows * bins + bin, weights=np.exp(found), minlength=count * bins).reshape(count, bins)
-    last = (np.cumsum(weights, axis=1) < mass[:, None] * (1 + 1e-6)).sum(axis=1)
-    kept = bin <= last[rows]
-    flat, rows = flat[kept], rows[kept]
-    return flat, rows, _columns(rows, count)
+def _choose_nucleus(values: Floats, top_p: Floats, min_p: Floats, uniform: npt.NDArray[np.float64], scratch: Floats) -> Ints:
+    """By top-p of what min-p leaves, which may be most of the vocabulary: best first, by sorting two bins of a histogram.
+
+    One holds the last token that is kept, the other the one that is drawn.
+    """
+    count, width = values.shape
+    every = np.arange(count)
+    weights = np.exp(values, out=scratch)
+    with np.errstate(divide="ignore"):
+        floor = np.log(min_p).astype(values.dtype)
+    if (min_p > 0).any():
+        weights *= values >= floor[:, None]
+    total = weights.sum(axis=1).astype(np.float64)
+    # A weight below (1 - p) · total / V is never kept: all weights up to it sum to less than 1 - p of the total.
+    bound = np.maximum((1 - top_p) * total / width * 0.999, np.finfo(weights.dtype).tiny)  # with slack for rounding
+    flat, rows, _ = _locate(weights >= bound.astype(weights.dtype)[:, None])
+    values, weights = values.ravel()[flat], weights.ravel()[flat]
+    bins = np.minimum(values * -_BINS_PER_NAT, _BINS - 1).astype(np.int64)
+    mass = np.bincount(rows * _BINS + bins, weights=weights, minlength=count * _BINS).reshape(count, _BINS)
+    cumulative = np.cumsum(mass, axis=1)
+
+    def sorted_bin(which: Ints) -> tuple[Ints, Floats, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """One bin of each row: its candidates; their values, best first; each one's weight; the mass up to and with each."""
+        inside = np.flatnonzero(bins == which[rows])
+        best = _sorted(values[inside], rows[inside], _columns(rows[inside], count), count)
+        each = np.exp(best.astype(np.float64))
+        before = cumulative[every, which] - mass[every, which]
+        return inside, best, each, before[:, None] + np.cumsum(each, axis=1)
+
+    goal = top_p * total
+    last = np.minimum((cumulative < goal[:, None]).sum(axis=1), _BINS - 1)
+    _, _, each, running = sorted_bin(last)
+    kept = np.where(running - each < goal[:, None], running, 0).max(axis=1)
+    target = np.minimum(uniform * kept, np.nextafter(kept, 0))
+    drawn = np.minimum((cumulative <= target[:, None]).sum(axis=1), last)
+    inside, best, each, running = sorted_bin(drawn)
+    most = ((each > 0) & (running - each < goal[:, None])).sum(axis=1) - 1  # no two sums of the same weights round alike
+    column = np.minimum((running <= target[:, None]).sum(axis=1), most)
+    return _pick(best, column, values[inside], flat[inside], rows[inside]) % width
+
+
+def _sorted(found: Floats, rows: Ints, columns: Ints, count: int) -> Floats:
+    """Candidates (as `_locate` gives them) as a matrix, best first, filled up with -inf.
+
+    Values alone: several times faster than an order of ids, and one look-up (`_pick`) finds the id at the end.
+    """
+    best = np.full((count, int(columns.max(initial=0)) + 1), np.inf, found.dtype)
+    best[rows, columns] = -found
+    best.sort(axis=1)
+    return -best
+
+
+def _pick(best: Floats, column: Ints, found: Floats, flat: Ints, rows: Ints) -> Ints:
+    """The flat index of the candidate at each row's `column` of `best`: among equal values the n-th column is the n-th id."""
+    value = best[np.arange(len(best)), column]
+    tie = column - (best > value[:, None]).sum(axis=1)
+    equal = found == value[rows]
+    flat, rows = flat[equal], rows[equal]
+    return flat[_columns(rows, len(best)) == tie[rows]]
 
 
 def log_normalizer(values: Floats, scratch: Floats | None = None) -> npt.NDArray[np.float64]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from runtime.request import Request, SamplingParams
 
-GREEDY, FREE, FILTERED = range(3)  # kinds of rows, worked on in this order, so that each is a slice
+GREEDY, FREE, NUCLEUS, FILTERED = range(4)  # kinds of rows, worked on in this order, so that each is a slice
 
 
 class TokenCounts:
@@ -74,8 +74,12 @@ class RowState:
                 self._words.setdefault(before[-1], []).append((before, last))
         changes_logits = bool(penalized or params.bad_words_ids or params.logit_bias)
         self._always = not params.is_greedy or changes_logits or params.logprobs is not None
-        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self.kind = GREEDY if params.is_greedy else FILTERED if filtered else FREE
+        if params.is_greedy:
+            self.kind = GREEDY
+        elif 0 < self.top_k < vocab_size:
+            self.kind = FILTERED
+        else:
+            self.kind = NUCLEUS if params.top_p < 1 else FILTERED if params.min_p > 0 else FREE
 
     def needs_logits(self, request: Request) -> bool:
         return self._always or self.below_minimum(request)

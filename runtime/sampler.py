@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ import runtime.logits as ops
 from runtime.errors import InvalidRequest
 from runtime.executors.base import StepOutput
 from runtime.request import Request, SamplingParams
-from runtime.row_state import FREE, GREEDY, RowState
+from runtime.row_state import FILTERED, FREE, GREEDY, NUCLEUS, RowState
 
 log = logging.getLogger("forgeline.sampler")
 
@@ -165,26 +166,29 @@ class Sampler:
             self._values, self._scratch = (np.empty((len(rows), self.vocab_size), np.float32) for _ in range(2))
         values, scratch = self._values[: len(rows)], self._scratch[: len(rows)]
         np.take(raw, rows, axis=0, out=values, mode="clip")  # the default mode would buffer
-        for i in np.flatnonzero(~np.isfinite(values.max(axis=1))):  # the maximum of a row with a NaN is NaN
+        best = values.max(axis=1)
+        for i in np.flatnonzero(~np.isfinite(best)):  # the maximum of a row with a NaN is NaN
             errors.setdefault(rows[i], BROKEN_LOGITS)
-            values[i] = 0
+            values[i] = best[i] = 0
         wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None and rows[i] not in errors]
         if wanted:
             numbers = np.array([state.params.logprobs or 0 for state in states])
             normalizer = ops.log_normalizer(values, scratch)
             top_ids, top_values = ops.largest(values, numbers)
-        self._edit(values, requests, states)
-        best = values.max(axis=1)
+        if self._edit(values, requests, states):
+            best = values.max(axis=1)
         for i in np.flatnonzero(~np.isfinite(best)):  # a row with a NaN has the maximum NaN
             reason = NOTHING_LEFT if best[i] == -np.inf else BROKEN_BY_PARAMETERS.format(states[i].params)
             errors.setdefault(rows[i], reason)
             values[i] = best[i] = 0
-        num_greedy, num_free = (sum(state.kind == kind for state in states) for kind in (GREEDY, FREE))
         chosen = np.empty(len(rows), np.int64)
-        values[:num_greedy].argmax(axis=1, out=chosen[:num_greedy])
-        values -= best[:, None]
-        for part in (slice(num_greedy, num_greedy + num_free), slice(num_greedy + num_free, None)):
-            if states[part]:
+        kinds = [state.kind for state in states]  # ascending
+        for kind in (GREEDY, FREE, NUCLEUS, FILTERED):
+            part = slice(bisect_left(kinds, kind), bisect_right(kinds, kind))
+            if kind == GREEDY:
+                values[part].argmax(axis=1, out=chosen[part])
+            elif states[part]:
+                values[part] -= best[part, None]
                 chosen[part] = self._draw(values[part], scratch[part], requests[part], states[part])
         token_ids[list(rows)] = chosen
         for i in wanted:
@@ -202,7 +206,8 @@ class Sampler:
     ) -> npt.NDArray[np.int64]:
         params = [state.params for state in states]
         temperature = np.clip(np.array([p.temperature for p in params]), _MIN_TEMPERATURE, _MAX_TEMPERATURE)
-        values /= temperature[:, None].astype(np.float32)
+        if (temperature != 1).any():
+            values *= (1 / temperature)[:, None].astype(np.float32)
         return ops.choose(
             values,
             np.array([state.top_k for state in states]),
@@ -215,8 +220,8 @@ class Sampler:
             scratch,
         )
 
-    def _edit(self, values: npt.NDArray[np.float32], requests: Sequence[Request], states: Sequence[RowState]) -> None:
-        """Bias, penalties and masks, in place: each a single scatter over all rows."""
+    def _edit(self, values: npt.NDArray[np.float32], requests: Sequence[Request], states: Sequence[RowState]) -> bool:
+        """Bias, penalties and masks, in place: each a single scatter over all rows. Whether there were any."""
         biased = [i for i, state in enumerate(states) if len(state.bias)]
         if biased:
             at = _places((i, states[i].bias_ids) for i in biased)
@@ -238,6 +243,7 @@ class Sampler:
         masks = [(i, ids) for i, (s, r) in enumerate(zip(states, requests, strict=True)) for ids in s.masked(r) if len(ids)]
         if masks:
             values[_places(masks)] = -np.inf
+        return bool(biased or counted or masks)
 
 
 def _places(ids_of_rows: Iterable[tuple[int, npt.NDArray[np.int64]]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

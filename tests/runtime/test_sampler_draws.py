@@ -99,6 +99,19 @@ def test_filters_with_ties_choose_by_inverse_cdf(values, top_k, top_p, min_p, un
     assert got in (near if np.abs(running - uniform).min() < 1e-5 else {int(ids[expected])})
 
 
+def test_a_nucleus_draws_a_token_at_the_edge_of_a_histogram_bin():
+    """The bin's mass and the running sum of its sorted weights round apart, by more than the distance of these targets."""
+    rng = np.random.default_rng(6)
+    values = np.concatenate([rng.uniform(-0.12, 0, (200, 50)), rng.uniform(-0.24, -0.13, (200, 50))], axis=1).astype(np.float32)
+    values[:, 0] = 0
+    weights = np.exp(values).astype(np.float64)
+    uniform = weights[:, :50].sum(axis=1) / weights.sum(axis=1) * (1 - 1e-12)
+    got = ops.choose(values.copy(), np.zeros(200, np.int64), np.full(200, 1 - 1e-9), np.zeros(200), uniform)
+    worst, best = values[:, :50].min(axis=1), values[:, 50:].max(axis=1)
+    drawn = values[np.arange(200), got]
+    assert ((drawn == worst) | (drawn == best)).all()
+
+
 def random_params(rng):
     return {
         "temperature": float(rng.choice([0.0, 0.7, 1.0, 1.8])),
