@@ -10,21 +10,18 @@ Raises   BuildError when there is no text or a range is not finite
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnxruntime as ort
+from onnx_ir.passes import common as passes
 
-from builder.accuracy import Chunk, step_inputs
-from runtime import contract
+from builder.segments import feed, open_session
 from runtime.errors import BuildError
 
 Amax = dict[str, npt.NDArray[np.float32]]
-_BLOCK_SIZE = 32
 _SUFFIX = ".amax"
 
 
@@ -42,19 +39,12 @@ def calibrate(
     """
     if not token_ids:
         raise BuildError("there are no tokens to calibrate with; give a text that is not empty")
-    with tempfile.NamedTemporaryFile(dir=Path(canonical).parent, prefix=".observed-", suffix=".onnx") as file:
-        session = _session(Path(canonical), Path(file.name), tensors, num_threads)
+    session = open_session(_observed(ir.load(canonical), tensors), Path(canonical).parent, num_threads)
     amax: Amax = {}
     for begin in range(0, len(token_ids), context):
         window = token_ids[begin : begin + context]
-        blocks = -(-len(window) // _BLOCK_SIZE)
-        inputs = step_inputs([Chunk(0, 0, window)], [len(window) - 1], _BLOCK_SIZE, blocks)
-        feed = {name: getattr(inputs, name) for name in contract.STEP_INPUTS}
-        for value in session.get_inputs():
-            if value.name not in feed:  # a pool
-                feed[value.name] = np.zeros((blocks, _BLOCK_SIZE, *value.shape[2:]), np.float32)
         names = [name + _SUFFIX for name in tensors]
-        for name, found in zip(tensors, session.run(names, feed), strict=True):
+        for name, found in zip(tensors, session.run(names, feed(session, window, {})), strict=True):
             amax[name] = np.maximum(amax[name], found) if name in amax else np.asarray(found, np.float32)
     for name, found in amax.items():
         if not np.isfinite(found).all():
@@ -64,10 +54,10 @@ def calibrate(
     return amax
 
 
-def _session(canonical: Path, path: Path, tensors: Mapping[str, int | None], num_threads: int) -> ort.InferenceSession:
-    """The graph with its observers, written to `path` beside the canonical file: ONNX Runtime takes weights from there only."""
-    model = ir.load(canonical)
+def _observed(model: ir.Model, tensors: Mapping[str, int | None]) -> ir.Model:
+    """In place: the graph as far as the observers need it, with theirs as its only outputs."""
     graph = model.graph
+    graph.outputs.clear()
     values = {str(value.name): value for node in graph for value in node.outputs}
     for name, axis in tensors.items():
         value = values[name]
@@ -88,8 +78,5 @@ def _session(canonical: Path, path: Path, tensors: Mapping[str, int | None], num
         output.shape = ir.Shape([] if axis is None else [value.shape[axis]])
         graph.extend([magnitude, largest])
         graph.outputs.append(output)
-    ir.save(model, path)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.log_severity_level = 3
-    return ort.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    passes.RemoveUnusedNodesPass()(model)
+    return model

@@ -23,7 +23,7 @@ from builder.config import code_sha256
 from builder.observe import Progress, TensorStats, observe
 from runtime.contract import cache_root
 
-_CODE = ("builder/observe.py", "builder/calibrate.py", "builder/calibration.py")
+_CODE = ("builder/observe.py", "builder/segments.py", "builder/calibrate.py", "builder/calibration.py")
 _KV_TOKENS = 4096
 Array = npt.NDArray[np.float32]
 

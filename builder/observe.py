@@ -1,12 +1,13 @@
-"""What flows into the layers of the canonical graph, as statistics: nothing as long as the text is kept.
+"""What flows into the layers of the canonical graph, as statistics: nothing as long as the text is kept in memory.
 
-The graph is cut behind the observed tensors, so the LM head does not run. Each window's tensors leave ONNX Runtime, are reduced
-here and dropped. Second moments (`hessian`) are width² floats per tensor: when they exceed `max_hessian_bytes` together, the text
-is run in several passes, each for some of the tensors.
+The graph runs in segments (builder/segments.py): the whole text through the first, then through the next, which takes what the
+one before left in a temporary file. Each window's observed tensors leave ONNX Runtime, are reduced here and dropped. Second
+moments (`hessian`) are width² floats per tensor; a segment's go to a file when it is done, and come back one by one when a layer
+is rounded.
 
 Shapes   observed [..., T, K]: one row per token, K channels
-Memory   the weights as mapped, one window's observed tensors, and the second moments of one pass; each window's arrays go back to
-         the system. Whole process, SmolLM2, 16 windows of 512 tokens: 964 MB at most, weights 538 MB of it; before, 1,143 MB
+Memory   a segment's weights and second moments (`max_bytes` together) and one window's tensors
+Disk     the residual stream of the whole text, twice, and the second moments of all tensors, until they are used
 Raises   BuildError when there is no text, or values are not finite
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,18 +22,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnxruntime as ort
-from onnx_ir.passes import common as passes
 
-from builder.accuracy import Chunk, step_inputs
-from runtime import contract
+from builder.segments import cut, extract, feed, open_session
+from builder.spill import Spill, Spilled
 from runtime.errors import BuildError
 
 Array = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]
 NUM_BINS = 2048
 SAMPLE_ROWS = 128
-_BLOCK_SIZE = 32
+MAX_BYTES = 256 << 20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _MMAP_THRESHOLD_BYTES = 256 << 10
 
@@ -46,7 +44,7 @@ class TensorStats:
     histogram: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # of magnitudes, [0, limit)
     limit: float = 0.0
     sample: Array = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [≤ SAMPLE_ROWS, K] rows from all over the text
-    hessian: Array | None = None  # [K, K] mean of x xᵀ
+    hessian: Array | Spilled | None = None  # [K, K] mean of x xᵀ
     num_rows: int = 0
 
     @property
@@ -80,68 +78,66 @@ def observe(
     tensors: Sequence[str],
     *,
     hessians: bool = False,
-    max_hessian_bytes: int = 256 << 20,
+    max_bytes: int = MAX_BYTES,
     num_threads: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, TensorStats]:
-    """Statistics of `tensors` (values of the graph) over `windows` of token ids. `progress` gets windows done and to do."""
+    """Statistics of `tensors` (values of the graph) over `windows` of token ids. `progress` gets windows done and to do, of all
+    segments together.
+    """
     windows = [window for window in windows if len(window)]
     if not windows:
         raise BuildError("there are no tokens to calibrate with; give a text that is not empty")
-    stats: dict[str, TensorStats] = {}
-    groups = [list(tensors)]
+    canonical = Path(canonical)
     _return_large_arrays()
-    if hessians:
-        groups = _passes(_widths(Path(canonical), tensors), max_hessian_bytes)
-    for number, group in enumerate(groups):
-        with tempfile.NamedTemporaryFile(dir=Path(canonical).parent, prefix=".observed-", suffix=".onnx") as file:
-            session = _session(Path(canonical), Path(file.name), group, num_threads)
-        keep = -(-SAMPLE_ROWS // len(windows))
+    moments = {name: 4 * width * width for name, width in _widths(canonical, tensors).items()} if hessians else {}
+    segments = cut(ir.load(canonical), dict.fromkeys(tensors), max_bytes, moments)
+    stats: dict[str, TensorStats] = {}
+    second = Spill(canonical.parent) if hessians else None
+    crossing: list[dict[str, Spilled]] = [{} for _ in windows]
+    for number, segment in enumerate(segments):
+        session = open_session(extract(ir.load(canonical), segment), canonical.parent, num_threads)
+        passed = Spill(canonical.parent)
         for index, window in enumerate(windows):
-            for name, found in zip(group, session.run(group, _feed(session, window)), strict=True):
-                rows = found.reshape(-1, found.shape[-1])
-                if not np.isfinite(rows).all():
-                    raise BuildError(
-                        f"calibration found values that are not finite in {name}; the checkpoint is damaged or overflows fp32"
-                    )
-                entry = stats.setdefault(name, TensorStats(np.zeros(rows.shape[-1], np.float32)))
-                entry.add(rows, keep)
-                if hessians:
-                    moment = rows.T @ rows
-                    entry.hessian = moment if entry.hessian is None else np.add(entry.hessian, moment, out=entry.hessian)
-            del found, rows
+            names = [value.name for value in session.get_outputs()]
+            known = crossing[index]
+            found = {**known, **dict(zip(names, session.run(names, feed(session, window, known)), strict=True))}
+            for name in segment.observed:
+                _add(stats, name, np.asarray(found[name]), len(windows), hessians)
+            crossing[index] = {name: passed.put(np.asarray(found[name])) for name in segment.outputs}
+            del found, known
             if progress is not None:
-                progress(number * len(windows) + index + 1, len(groups) * len(windows))
+                progress(number * len(windows) + index + 1, len(segments) * len(windows))
         del session  # before the next one takes its memory
-    for entry in stats.values():
-        if entry.hessian is not None:
-            entry.hessian /= entry.num_rows
+        if second is not None:
+            for entry in (stats[name] for name in segment.observed):
+                entry.hessian = second.put(np.asarray(entry.hessian) / entry.num_rows)
     return stats
 
 
+def _add(stats: dict[str, TensorStats], name: str, array: Array, num_windows: int, hessians: bool) -> None:
+    rows = array.reshape(-1, array.shape[-1])
+    if not np.isfinite(rows).all():
+        raise BuildError(f"calibration found values that are not finite in {name}; the checkpoint is damaged or overflows fp32")
+    entry = stats.setdefault(name, TensorStats(np.zeros(rows.shape[-1], np.float32)))
+    entry.add(rows, -(-SAMPLE_ROWS // num_windows))
+    if hessians:
+        moment = rows.T @ rows
+        entry.hessian = moment if entry.hessian is None else np.add(entry.hessian, moment, out=np.asarray(entry.hessian))
+
+
 def _return_large_arrays() -> None:
-    """Have the C library map large arrays each by itself, so that freed ones leave the process.
+    """Have the C library map large arrays each by itself, so that freed ones leave the process; those of an export before, now.
 
     Left alone, glibc raises its threshold to the largest array that was freed and keeps all below in a heap full of holes:
     calibrating SmolLM2 with int4 took 300 MB more.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    library = ctypes.CDLL(None)
+    mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-
-
-def _passes(widths: dict[str, int], limit: int) -> list[list[str]]:
-    """Tensors in order, cut where the second moments of a part would exceed `limit` bytes."""
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, width in widths.items():
-        size = 4 * width * width
-        if groups[-1] and used + size > limit:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    return groups
+    if trim is not None:
+        trim(0)
 
 
 def _widths(canonical: Path, tensors: Sequence[str]) -> dict[str, int]:
@@ -152,35 +148,6 @@ def _widths(canonical: Path, tensors: Sequence[str]) -> dict[str, int]:
         assert shape is not None and isinstance(shape[-1], int), f"{name} has no static width"
         widths[name] = shape[-1]
     return widths
-
-
-def _feed(session: ort.InferenceSession, window: Sequence[int]) -> dict[str, npt.NDArray]:
-    blocks = -(-len(window) // _BLOCK_SIZE)
-    inputs = step_inputs([Chunk(0, 0, window)], range(len(window)), _BLOCK_SIZE, blocks)
-    feed: dict[str, npt.NDArray] = {}
-    for value in session.get_inputs():
-        if value.name in contract.STEP_INPUTS:
-            feed[value.name] = getattr(inputs, value.name)
-        else:  # a pool
-            feed[value.name] = np.zeros((blocks, _BLOCK_SIZE, *value.shape[2:]), np.float32)
-    return feed
-
-
-def _session(canonical: Path, path: Path, tensors: Sequence[str], num_threads: int) -> ort.InferenceSession:
-    """The graph up to `tensors`, written beside the canonical file: ONNX Runtime takes weights from there only."""
-    model = ir.load(canonical)
-    graph = model.graph
-    values = {str(value.name): value for node in graph for value in node.outputs}
-    graph.outputs.clear()
-    graph.outputs.extend(values[name] for name in tensors)
-    passes.RemoveUnusedNodesPass()(model)
-    ir.save(model, path)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.log_severity_level = 3
-    options.enable_cpu_mem_arena = False  # hands each window's memory back
-    options.add_session_config_entry("session.disable_prepacking", "1")  # packing would copy every weight
-    return ort.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
 
 def windows_of(token_ids: Sequence[int], context: int, bos_token_id: int | None = None) -> Iterator[list[int]]:

@@ -30,9 +30,10 @@ _BLOCK = 64  # columns whose updates to the rest are applied together
 _SHRINK = np.linspace(1.0, 0.6, 17, dtype=np.float32)
 
 
-def int4(weight: Array, hessian: Array, group_size: int, *, symmetric: bool = False) -> Quantized:
+def int4(weight: Array, hessian: npt.ArrayLike, group_size: int, *, symmetric: bool = False) -> Quantized:
     """Of `weight`; `group_size` divides its width. `symmetric` for kernels that know no zero point."""
     rows, width = weight.shape
+    hessian = np.asarray(hessian, np.float32)
     assert hessian.shape == (width, width) and width % group_size == 0, (hessian.shape, weight.shape, group_size)
     diagonal = np.ascontiguousarray(np.diag(hessian))
     scale, zero = group_scales(weight, diagonal, group_size, symmetric=symmetric)
@@ -52,8 +53,9 @@ def int4(weight: Array, hessian: Array, group_size: int, *, symmetric: bool = Fa
     return Quantized(stored, scale, group_size, ir.Tensor(zero.astype(ml_dtypes.uint4), dtype=ir.DataType.UINT4))
 
 
-def e4m3(weight: Array, hessian: Array) -> Quantized:
+def e4m3(weight: Array, hessian: npt.ArrayLike) -> Quantized:
     """Of `weight`, one scale per output channel."""
+    hessian = np.asarray(hessian, np.float32)
     order = np.argsort(-np.diag(hessian), kind="stable")
     scale = fp8.scales(weight)
 

@@ -86,7 +86,7 @@ def scaled(stats: TensorStats, factors: Array) -> TensorStats:
     while channels.max() > new.limit:
         new.histogram = np.concatenate([new.histogram.reshape(-1, 2).sum(1), np.zeros(len(new.histogram) // 2, np.int64)])
         new.limit = new.limit * 2 or 1.0
-    hessian = None if stats.hessian is None else stats.hessian / np.outer(factors, factors)
+    hessian = None if stats.hessian is None else np.asarray(stats.hessian) / np.outer(factors, factors)
     return dataclasses.replace(
         new, channel_amax=channels, sample=stats.sample / factors, hessian=hessian, num_rows=stats.num_rows
     )
