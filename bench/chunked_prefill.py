@@ -1,16 +1,18 @@
 """What running streams feel when a long prompt arrives, with chunked prefill and without.
 
-    python bench/chunked_prefill.py [--engine DIR] [--prompt-tokens 4000] [--max-num-batched-tokens 40]
+    python bench/chunked_prefill.py [--engine DIR] [--prompt-tokens 4000] [--max-itl-stretch 2.5]
 
 Eight streams decode; then the long prompt comes. ITL before: the gaps of the streams between their 16th token and that moment;
-during: the gaps that overlap the time until the prompt's first token. Throughput: all tokens over the whole run. The budget
-decides: a chunk of budget − streams tokens joins each decode step, so a smaller one disturbs less and takes more steps.
+during: the gaps that overlap the time until the prompt's first token. Throughput: all tokens over the whole run. The stretch
+decides: as much of the prompt joins each decode step as lengthens it that many times, so a smaller one disturbs less and takes
+more steps. Each engine first runs once without being measured: a server meets few sizes of step for the first time.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ SETTLED = 16  # tokens of a stream before its gaps count
 
 @dataclass(frozen=True)
 class Result:
+    median_before_ms: float
     before_ms: float  # p99
     during_ms: float  # p99
     tokens_per_second: float
@@ -68,7 +71,8 @@ def measure(engine: Engine, options: argparse.Namespace, seed: int) -> Result:
     seconds = max(stream.arrivals[-1] for stream in streams) - start
     total = options.streams * (16 + options.output_tokens) + options.prompt_tokens + 1
     before, during = gaps_ms(streams, start, begin, first=SETTLED), gaps_ms(streams, begin, end)
-    return Result(float(np.percentile(before, 99)), float(np.percentile(during, 99)), total / seconds)
+    p50, p99 = np.percentile(before, [50, 99])
+    return Result(float(p50), float(p99), float(np.percentile(during, 99)), total / seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,19 +82,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--output-tokens", type=int, default=600, help="of each stream; they must outlast the prompt")
     parser.add_argument("--tokens-before", type=int, default=64, help="of each stream, for the ITL before")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=40)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="the engine's where not given")
+    parser.add_argument("--max-itl-stretch", type=float, default=2.5, help="inf: the budget of tokens alone")
     options = parser.parse_args(argv)
 
     directory: Path = chosen_engine(options)
     results: dict[bool, list[Result]] = {True: [], False: []}
-    budget = options.max_num_batched_tokens
     engines = {
         on: Engine.load(
             directory,
             RuntimeConfig(
                 enable_chunked_prefill=on,
+                max_itl_stretch=options.max_itl_stretch if on else math.inf,
                 enable_prefix_caching=False,
-                max_num_batched_tokens=budget,
+                max_num_batched_tokens=options.max_num_batched_tokens,
                 max_num_seqs=options.streams + 1,
                 max_model_len=max(options.prompt_tokens + 1, 16 + options.output_tokens),
             ),
@@ -98,15 +103,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         for on in (True, False)
     }
     try:
-        for repetition in range(options.repetitions):
+        for repetition in range(options.repetitions + 1):
             for on, engine in engines.items():
-                results[on].append(measure(engine, options, repetition))
+                result = measure(engine, options, repetition)
+                if repetition > 0:
+                    results[on].append(result)
     finally:
         for engine in engines.values():
             engine.close()
 
     def figures(on: bool) -> dict[str, object]:
         return {
+            "p50_itl_before_ms": round(median([result.median_before_ms for result in results[on]]), 3),
             "p99_itl_before_ms": round(median([result.before_ms for result in results[on]]), 3),
             "p99_itl_during_ms": round(median([result.during_ms for result in results[on]]), 3),
             "ratio": spread([result.ratio for result in results[on]]),
@@ -120,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         streams=options.streams,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
-        max_num_batched_tokens=budget,
+        max_num_batched_tokens=engines[True].config.max_num_batched_tokens,
+        max_itl_stretch=options.max_itl_stretch,
         chunked=figures(True),
         whole=figures(False),
         throughput_ratio=spread([chunked.tokens_per_second / whole.tokens_per_second for chunked, whole in pairs]),

@@ -6,6 +6,7 @@ Precedence   defaults < manifest < explicit value. "auto" (None) does not surviv
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 from collections.abc import Iterable, Mapping
@@ -36,6 +37,7 @@ class RuntimeConfig:
     max_queue_size: int = 4096  # requests waiting or running
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    max_itl_stretch: float = math.inf  # how many times longer prompts may make a step in which sequences decode
     scheduling_policy: str = "continuous"
     num_threads: int | None = None
     verify_checksums: bool = True
@@ -53,6 +55,13 @@ class RuntimeConfig:
         fraction = self.kv_cache_memory_fraction
         if not isinstance(fraction, (int, float)) or isinstance(fraction, bool) or not 0 < fraction <= 1:
             raise InvalidRequest(f"kv_cache_memory_fraction is {fraction!r} but must be in (0, 1]")
+        stretch = self.max_itl_stretch
+        if not isinstance(stretch, (int, float)) or isinstance(stretch, bool) or not stretch > 1:
+            raise InvalidRequest(f"max_itl_stretch is {stretch!r} but must be a number above 1; inf is without limit")
+        if stretch < math.inf and not self.enable_chunked_prefill:
+            raise InvalidRequest(
+                f"max_itl_stretch={stretch:g} needs prompts in parts; leave enable_chunked_prefill on, or set max_itl_stretch=inf"
+            )
         if self.scheduling_policy not in SCHEDULING_POLICIES:
             raise InvalidRequest(
                 f"scheduling_policy is {self.scheduling_policy!r} but must be one of {', '.join(SCHEDULING_POLICIES)}"
@@ -73,6 +82,7 @@ class ResolvedConfig:
     scheduling_policy: str
     num_threads: int
     verify_checksums: bool
+    max_itl_stretch: float = math.inf
 
 
 def free_memory_bytes() -> int:
@@ -189,6 +199,7 @@ def resolve(config: RuntimeConfig, manifest: Manifest, free_bytes: int | None = 
         scheduling_policy=config.scheduling_policy,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
         verify_checksums=config.verify_checksums,
+        max_itl_stretch=config.max_itl_stretch,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import queue
 import threading
@@ -28,10 +29,12 @@ from runtime.contract import TOKENIZER_DIR, Manifest, load_manifest
 from runtime.errors import InvalidRequest, QueueFull
 from runtime.executors import kv_cache_free_bytes, load_executor
 from runtime.loop import Loop, TokenOutput
+from runtime.padding import padded_length
 from runtime.prompt import check_length, checked_ids
 from runtime.request import FinishReason, Request, SamplingParams, Timings
 from runtime.sampler import Sampler, TokenLogprobs
 from runtime.scheduler import Scheduler
+from runtime.step_cost import PromptPace
 from runtime.text import TextStream
 from runtime.tokenizer import Tokenizer
 
@@ -82,6 +85,7 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     kv_cache_bytes: int
+    step_time_error: float = 0.0  # of what max_itl_stretch expected of recent steps, as a share of their time
     roofline_share: Mapping[str, float] = field(default_factory=dict)  # by stage, of the steps since the last snapshot
 
 
@@ -145,6 +149,7 @@ class Engine:
             enable_chunked_prefill=resolved.enable_chunked_prefill,
             eos_token_ids=manifest.model.eos_token_ids,
             min_prefill_tokens=executor.min_prefill_tokens,
+            pace=_pace(resolved, manifest),
         )
         sampler = Sampler(manifest.model.vocab_size, eos_token_ids=manifest.model.eos_token_ids)
         builder = BatchBuilder(executor.block_size, resolved.max_num_batched_tokens)
@@ -237,6 +242,7 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
             kv_cache_bytes=self.loop.executor.kv_cache_bytes(),
+            step_time_error=scheduler.pace.cost.error if scheduler.pace is not None else 0.0,
             roofline_share=self.roofline.read() if self.roofline is not None else {},
         )
 
@@ -346,6 +352,12 @@ class Engine:
                 names.remove(sequence.request.request_id)
             if not names:
                 self._user_ids.pop(sequence.user_id, None)
+
+
+def _pace(config: ResolvedConfig, manifest: Manifest) -> PromptPace | None:
+    if config.max_itl_stretch == math.inf:
+        return None
+    return PromptPace(config.max_itl_stretch, padded_length if manifest.target == "cpu" else int)
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

@@ -194,13 +194,18 @@ class Loop:
             step_output = self.executor.execute(inputs)
             times.execute_ns += (executed := clock()) - prepared
             sampled = self.sampler.sample(step_output, rows) if rows else None
-            times.sample_ns += clock() - executed
+            times.sample_ns += (done := clock()) - executed
         except Exception as error:
             log.exception("a step of %d requests failed", len(batch.requests))
             times.failed_steps += 1
             for request in batch.requests:
                 self._fail(request, f"the step failed: {type(error).__name__}: {error}", outputs)
             return
+        if self.scheduler.pace is not None:
+            counts = zip(batch.requests, batch.num_scheduled_tokens, strict=True)
+            self.scheduler.pace.cost.observe(
+                ((request.num_computed_tokens, count) for request, count in counts), (done - start) * 1e-9
+            )
         start = clock()
         self._update(batch, rows, sampled, outputs)
         times.update_ns += clock() - start

@@ -162,6 +162,12 @@ _GAUGES = (
     ),
     ("nv_trt_llm_general_metrics", "general_type", ("iteration_counter", "timestamp"), "Steps so far, time of this reading"),
     ("forgeline_roofline_share", "stage", ("prefill", "decode", "mixed"), "Least possible time over time taken, of recent steps"),
+    (
+        "forgeline_step_time_error",
+        "stage",
+        ("mixed",),
+        "How far off max_itl_stretch expected recent steps, as a share of their time",
+    ),
 )
 _COUNTERS = (
     ("forgeline_prompt_tokens_total", "prompt_tokens", "Prompt tokens processed"),
@@ -204,6 +210,7 @@ def _gauge_values(stats: Any, memory_bytes: Mapping[str, int]) -> dict[tuple[str
         (general, "iteration_counter"): stats.iteration,
         (general, "timestamp"): int(time.time()),
     }
+    values["forgeline_step_time_error", "mixed"] = stats.step_time_error
     values |= {("forgeline_roofline_share", stage): share for stage, share in stats.roofline_share.items()}
     values |= {("nv_trt_llm_runtime_memory_metrics", kind): memory_bytes[kind] for kind in ("cpu", "gpu", "pinned")}
     return values

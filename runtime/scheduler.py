@@ -5,7 +5,7 @@ recompute and forks are all this one rule with a different starting point. Owned
 
 Rank       (priority, arrival): lower priority values first, first come first served within. Queues are kept in this order.
 Step       running requests that lack one token (decodes), then the other running ones, then admissions, each in rank order,
-           within max_num_batched_tokens.
+           within max_num_batched_tokens and, while there are decodes, within the time that `pace` allows prompts.
 Admission  never preempts, and needs room for the whole sequence and one token more, beside what the running requests still
            lack for theirs. The head of the queue is not overtaken, except by others while it waits to fork a computed prompt,
            or for a running request that computes most of its own; then its place in the batch is kept.
@@ -32,6 +32,7 @@ from runtime.block_pool import BlockPool
 from runtime.errors import InvalidRequest, PromptTooLong, QueueFull
 from runtime.prefix_reuse import PrefixReuse, waits_for_parent
 from runtime.request import FinishReason, Request
+from runtime.step_cost import PromptPace, StepAllowance
 
 
 @dataclass
@@ -53,8 +54,9 @@ class SchedulerStats:
 class _Step:
     """A step's decision while it is being made."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, allowance: StepAllowance | None) -> None:
         self.budget = budget
+        self.allowance = allowance  # of time for prompts
         self.counts: dict[Request, int] = {}
         self.copies: dict[Request, tuple[int, int]] = {}
         self.preempted: list[Request] = []
@@ -63,6 +65,8 @@ class _Step:
     def take(self, request: Request, count: int) -> None:
         self.counts[request] = count
         self.budget -= count
+        if self.allowance is not None and request.num_tokens - request.num_computed_tokens > 1:
+            self.allowance.take(request.num_computed_tokens, count)
 
     def drop(self, request: Request) -> None:
         self.budget += self.counts.pop(request, 0)
@@ -83,6 +87,7 @@ class Scheduler:
         policy: str = "continuous",
         eos_token_ids: Iterable[int] = (),
         min_prefill_tokens: int = 1,
+        pace: PromptPace | None = None,
     ) -> None:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0 and policy in ("continuous", "static")
         assert 1 <= min_prefill_tokens <= max_num_batched_tokens
@@ -95,6 +100,7 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
         self.min_prefill_tokens = min_prefill_tokens
+        self.pace = pace
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_num_tokens = min(max_model_len, pool.num_blocks * pool.block_size)  # of one sequence, prompt and output
         self.stats = SchedulerStats()
@@ -187,11 +193,11 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Decide the next step and reserve its blocks. Before the next call `update` the batch, or `finish` its requests."""
-        step = _Step(self.max_num_batched_tokens)
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in self.running:
-            (decodes if request.num_tokens - request.num_computed_tokens == 1 else prefills).append(request)
+        decodes = [request for request in self.running if request.num_tokens - request.num_computed_tokens == 1]
+        prefills = [request for request in self.running if request.num_tokens - request.num_computed_tokens != 1]
+        num_prompts = min(len(prefills) + len(self.waiting), self.max_num_seqs - len(decodes))
+        computed = [request.num_computed_tokens for request in decodes]
+        step = _Step(self.max_num_batched_tokens, self.pace.begin(computed, num_prompts) if self.pace is not None else None)
         for request in decodes + prefills:
             if request not in step.preempted and (count := self._chunk(request, step)):
                 count = self._reserve(request, count, step)
@@ -217,7 +223,8 @@ class Scheduler:
         first_prefill = step.num_prefills == 0
         step.num_prefills += 1
         if self.enable_chunked_prefill:
-            return self._split(missing, step.budget)
+            limit = min(missing, step.budget)
+            return self._split(missing, step.allowance.most(request.num_computed_tokens, limit) if step.allowance else limit)
         return missing if first_prefill or missing <= step.budget else 0
 
     def _split(self, missing: int, limit: int) -> int:

@@ -13,6 +13,7 @@ from runtime.errors import InvalidRequest
 from runtime.loop import TokenOutput
 from runtime.request import FinishReason
 from runtime.sampler import Sampler
+from runtime.step_cost import PromptPace
 
 
 def drain(loop) -> None:
@@ -57,6 +58,23 @@ def test_mixed_requests_give_the_tokens_they_give_alone():
         assert end_of(recorder, request) == (FinishReason.LENGTH, "")
     assert sorted(loop.sampler.forgotten, key=lambda request: request.request_id) == requests
     assert loop.times.steps == executor.num_steps
+
+
+def test_the_pace_learns_from_the_steps_that_ran(monkeypatch):
+    pace = PromptPace(2.5)
+    seen: list[tuple[list[tuple[int, int]], float]] = []
+    monkeypatch.setattr(pace.cost, "observe", lambda rows, seconds: seen.append((list(rows), seconds)))
+    loop, executor, _ = make_loop(make_scheduler(max_num_batched_tokens=6, pace=pace))
+    loop.submit(make_request("a", [1, 2, 3], max_tokens=3))
+    loop.submit(make_request("b", range(10, 15), max_tokens=1))
+    executor.execute = lambda inputs, run=executor.execute: (time.sleep(0.01), run(inputs))[1]
+    drain(loop)
+    assert [rows for rows, _ in seen] == [[(0, 3), (0, 3)], [(3, 1), (3, 2)], [(4, 1)]]
+    assert all(0.01 <= seconds < 10 for _, seconds in seen)
+    executor.fail_with = RuntimeError("the engine hiccuped")
+    loop.submit(make_request("c", [1, 2], max_tokens=3))
+    drain(loop)
+    assert len(seen) == 3
 
 
 def test_one_output_per_token_and_the_last_one_carries_the_reason():

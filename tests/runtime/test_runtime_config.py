@@ -43,6 +43,13 @@ MANIFEST = Manifest(
         ({"kv_cache_memory_fraction": "0.5"}, "kv_cache_memory_fraction is '0.5' but must be in (0, 1]"),
         ({"kv_cache_memory_fraction": float("nan")}, "kv_cache_memory_fraction is nan but must be in (0, 1]"),
         ({"kv_cache_memory_fraction": True}, "kv_cache_memory_fraction is True but must be in (0, 1]"),
+        ({"max_itl_stretch": 1}, "max_itl_stretch is 1 but must be a number above 1; inf is without limit"),
+        ({"max_itl_stretch": float("nan")}, "max_itl_stretch is nan but must be a number above 1; inf is without limit"),
+        ({"max_itl_stretch": "3"}, "max_itl_stretch is '3' but must be a number above 1; inf is without limit"),
+        (
+            {"max_itl_stretch": 2.5, "enable_chunked_prefill": False},
+            "max_itl_stretch=2.5 needs prompts in parts; leave enable_chunked_prefill on, or set max_itl_stretch=inf",
+        ),
         ({"scheduling_policy": ["static"]}, "scheduling_policy is ['static'] but must be one of continuous, static"),
     ],
 )
@@ -56,6 +63,12 @@ def test_a_step_holds_no_more_than_all_sequences() -> None:
     assert resolve(RuntimeConfig(max_num_batched_tokens=10**12, memory_bytes=1 << 40), MANIFEST).max_num_batched_tokens == 8 * 64
 
 
+def test_the_stretch_is_what_was_asked_for_and_off_otherwise() -> None:
+    assert resolve(RuntimeConfig(max_itl_stretch=2.5), MANIFEST).max_itl_stretch == 2.5
+    assert resolve(RuntimeConfig(enable_chunked_prefill=False), MANIFEST).max_itl_stretch == float("inf")
+    assert parse_options({"max_itl_stretch": "3"}, MANIFEST).runtime.max_itl_stretch == 3.0
+
+
 def test_a_pool_without_a_block_is_told_what_to_set() -> None:
     with pytest.raises(ManifestMismatch, match=r"the KV cache has 0 blocks .* set kv_cache_memory_bytes=512 or more$"):
         resolve(RuntimeConfig(kv_cache_memory_bytes=1), MANIFEST)
@@ -64,6 +77,10 @@ def test_a_pool_without_a_block_is_told_what_to_set() -> None:
 def test_text_is_checked_like_values() -> None:
     with pytest.raises(InvalidRequest, match=r"^max_queue_size is -1 but must be a whole number of at least 1$"):
         from_strings({"max_queue_size": "-1"})
+    with pytest.raises(InvalidRequest, match=r"^max_itl_stretch is 'off' but must be float$"):
+        from_strings({"max_itl_stretch": "off"})
+    assert from_strings({"max_itl_stretch": "2.5"}).max_itl_stretch == 2.5
+    assert from_strings({"max_itl_stretch": "inf"}) == RuntimeConfig()
     assert from_strings({"max_model_len": "2", "kv_cache_memory_bytes": "1", "max_queue_size": "1"}) == RuntimeConfig(
         max_model_len=2, kv_cache_memory_bytes=1, max_queue_size=1
     )

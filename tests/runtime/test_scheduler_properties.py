@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fakes import expected_tokens, make_loop, make_request, make_scheduler
+from fakes import FixedPace, expected_tokens, make_loop, make_request, make_scheduler
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -156,6 +156,8 @@ def test_10_000_random_steps():
         {"block_size": 32, "num_blocks": 3},
         {"max_num_seqs": 1},
         {"max_num_batched_tokens": 6},
+        {"pace": FixedPace(1.05)},  # a prompt gets MIN_CHUNK tokens a step
+        {"pace": FixedPace(2.0), "max_num_batched_tokens": 48},
         {"num_blocks": 15},  # exactly one sequence of max_model_len
     ],
     ids=str,

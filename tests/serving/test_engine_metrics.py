@@ -54,6 +54,12 @@ def test_nothing_runs_when_the_last_step_is_over() -> None:
         assert found[f'nv_trt_llm_request_metrics{{request_type="{kind}",model="m",version="1"}}'] == 0
 
 
+def test_how_far_off_the_expected_time_of_a_step_was() -> None:
+    metrics, registry = make()
+    metrics.update(make_stats(step_time_error=0.25), MEMORY)
+    assert samples(registry)['forgeline_step_time_error{stage="mixed",model="m",version="1"}'] == 0.25
+
+
 def test_roofline_share_of_the_stages_that_ran() -> None:
     metrics, registry = make()
     metrics.update(make_stats(roofline_share={"decode": 0.75}), MEMORY)
