@@ -24,10 +24,11 @@ import onnx_ir as ir
 from builder import gate, model_zoo
 from builder.bundle import atomic_directory, check_apart, check_replaceable, disk_errors, make_directory, require_space
 from builder.cache import REMEDY as CACHE_REMEDY
-from builder.cache import canonical_entry, prune, touch
+from builder.cache import canonical_entry, prune, remember_engine, touch
 from builder.checkpoint import load_checkpoint, max_positions, num_weights, source_sha256
 from builder.config import BYTES_PER_WEIGHT, PRECISIONS, BuildConfig, canonical_key
 from builder.report import write_report
+from builder.reuse import copied, engine_at
 from builder.source import resolve
 from builder.stages import Stages, peak_rss_bytes
 from builder.staging import sweep
@@ -35,7 +36,6 @@ from runtime import __version__
 from runtime.contract import (
     MANIFEST_FILE,
     PLAN_DIR,
-    REPORT_JSON,
     SCHEMA_VERSION,
     TOKENIZER_DIR,
     LayerSpec,
@@ -43,14 +43,14 @@ from runtime.contract import (
     ModelSpec,
     PrecisionSpec,
     file_sha256,
-    load_manifest,
 )
-from runtime.errors import BuildError, EngineError
+from runtime.errors import BuildError
 
 if TYPE_CHECKING:
     from builder.targets.compiled import Compiled
 
 DEFAULT_MAX_MODEL_LEN = 8192
+UNROUNDED_KV = (("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"))  # of engines without quantized weights: nothing to tell apart
 EXPORT_DIR = ".canonical"  # inside the staging directory, when the cache is not used
 EXPORTED_BYTES_PER_WEIGHT = 4
 LOWERED_DIR = ".lowered"  # inside the staging directory
@@ -62,6 +62,7 @@ class BuildResult:
     engine: Path
     report: dict[str, Any]
     up_to_date: bool  # nothing had to be done
+    copied_from: Path | None = None  # the same engine, found elsewhere
 
 
 def build(config: BuildConfig, *, quiet: bool = False) -> BuildResult:
@@ -80,9 +81,14 @@ def _build(config: BuildConfig, stages: Stages) -> BuildResult:
         _check_length(config, max_positions(source), source)
         sha256 = source_sha256(source)
         key = config.key(sha256)
-        if (report := _existing(config.output, key)) is not None:
+        if (report := engine_at(config.output, key)) is not None:
+            if config.use_cache:
+                remember_engine(key, config.output)
             return BuildResult(config.output, report, up_to_date=True)
         check_replaceable(config.output)
+        if config.use_cache and (found := copied(config.output, key)) is not None:
+            return BuildResult(config.output, found[1], up_to_date=True, copied_from=found[0])
+        _check_options(config)
         per_weight = BYTES_PER_WEIGHT[config.precision] + (0 if config.use_cache else EXPORTED_BYTES_PER_WEIGHT)
         require_space(config.output, int(per_weight * num_weights(source)), "the engine")
     with atomic_directory(config.output) as staging:
@@ -90,7 +96,21 @@ def _build(config: BuildConfig, stages: Stages) -> BuildResult:
             canonical = _canonical(source, sha256, config, staging)
         spec = _read_spec(canonical)
         report = _finish(config, stages, canonical, spec, staging, key)
+    if config.use_cache:
+        remember_engine(key, config.output)
     return BuildResult(config.output, report, up_to_date=False)
+
+
+def _check_options(config: BuildConfig) -> None:
+    """Of the target, before the minutes that export and calibration take."""
+    if config.target == "cpu":
+        from builder.targets.openvino_engine import check_options as check_cpu
+
+        check_cpu(config)
+    else:
+        from builder.targets.tensorrt_engine import check_options
+
+        check_options(config)
 
 
 def _check_length(config: BuildConfig, positions: int | None, name: str) -> None:
@@ -99,16 +119,6 @@ def _check_length(config: BuildConfig, positions: int | None, name: str) -> None
             f"--max-model-len {config.max_model_len} exceeds the {positions} positions {name} was trained for; "
             f"use {positions} or less"
         )
-
-
-def _existing(output: Path, key: str) -> dict[str, Any] | None:
-    """The report of the engine at `output` when it is whole and was built from the same inputs."""
-    try:
-        if load_manifest(output).build.get("key") == key:
-            return dict(json.loads((output / REPORT_JSON).read_text(encoding="utf-8")))
-    except (EngineError, OSError, ValueError):
-        pass
-    return None
 
 
 # ------------------------------------------------------------------------------------------------------- canonical graph
@@ -247,7 +257,7 @@ def _accepted(
             wider = gate.raised(config.precision, layers, overrides, count, attempt.plan.wider)
         if verdict.passed or wider == overrides:
             with stages("parts"):
-                attempt.accuracy["parts"] = _parts(config, canonical, staging, attempt, stages.progress)
+                attempt.accuracy.update(_parts(config, canonical, staging, attempt, stages.progress))
         if verdict.passed:
             attempt.accuracy["fallback"] = {"steps": steps, "raised": overrides} if steps else {}
             return attempt
@@ -263,6 +273,8 @@ def _accepted(
                 static=attempt.manifest.precision.details.get("activation_scales") == "static",
                 fallback=config.fallback,
                 available=PRECISIONS[config.target],
+                cache=attempt.accuracy.get("kv_cache_sqnr_db", {}),
+                unit_scales=config.kv_cache_scales == "unit",
             )
         steps.append({"ppl_increase": verdict.ppl_increase, "mean_kl": verdict.mean_kl, "raised": len(overrides)})
         stages.note(f"{'; '.join(verdict.failures)}: raising {len(wider)} of {len(layers)} layers")
@@ -336,17 +348,24 @@ def _accuracy(
 
 def _parts(
     config: BuildConfig, canonical: Path, staging: Path, attempt: Attempt, progress: Callable[[int, int], None]
-) -> dict[str, dict[str, float]]:
-    """What weights, activations and KV cache lose, each with those before it; empty where nothing is quantized."""
-    from builder.judge import PART_TOKENS, parts
+) -> dict[str, Any]:
+    """What weights, activations and KV cache lose, each with those before it, and how noisy each layer's cache is.
 
-    plan = attempt.manifest.plan
+    Nothing where nothing is rounded to eight bits or fewer.
+    """
+    from builder.judge import PART_TOKENS, parts
+    from builder.kv_noise import cache_noise
+
     kv = attempt.manifest.kv_cache
-    if "canonical" not in plan or (not attempt.plan.quantization.is_quantized and kv.key_dtype == "f32"):
+    if not attempt.plan.quantization.is_quantized and (kv.key_dtype, kv.value_dtype) in UNROUNDED_KV:
         return {}
     text = _heldout(config, staging, attempt.manifest)
-    text["token_ids"] = text["token_ids"][:PART_TOKENS]
-    return parts(canonical / "model.onnx", staging / plan["canonical"], **text, progress=progress)
+    tokens = text["token_ids"] = text["token_ids"][:PART_TOKENS]
+    windows = [tokens[begin : begin + text["context"]] for begin in range(0, len(tokens), text["context"])]
+    return {
+        "parts": parts(canonical / "model.onnx", attempt.plan.graph, **text, progress=progress),
+        "kv_cache_sqnr_db": cache_noise(attempt.plan.graph, windows, num_threads=text["num_threads"]),
+    }
 
 
 def _heldout(config: BuildConfig, staging: Path, manifest: Manifest) -> dict[str, Any]:

@@ -1,19 +1,25 @@
-"""The build cache: exported, fused fp32 graphs by content hash, so that a second precision or target starts from there.
+"""The build cache: exported, fused fp32 graphs by content hash, so that a second precision or target starts from there, and where
+finished engines are, so that the same engine in another place is a copy.
 
 Place    $XDG_CACHE_HOME/forgeline/canonical/<key>, oldest entries dropped past `max_bytes`
 Entry    model.onnx + weights.bin, spec.json (ModelSpec), fusion.json, tokenizer/; written atomically, safe between processes
+Engines  $XDG_CACHE_HOME/forgeline/engines/<key>: a path, the last MAX_ENGINES of them; whether it still is that engine is for the
+         reader to check
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from builder.bundle import tree_bytes
 from runtime.contract import cache_root
 
 MAX_BYTES = 40 << 30
+MAX_ENGINES = 256
 REMEDY = "set XDG_CACHE_HOME to another place, or build with --no-cache"
 
 
@@ -40,3 +46,36 @@ def prune(root: Path, *, keep: Path, max_bytes: int = MAX_BYTES) -> list[Path]:
         total -= sizes[entry]
         dropped.append(entry)
     return dropped
+
+
+def remember_engine(key: str, engine: Path) -> None:
+    """Nothing when the cache cannot be written: the engine is finished."""
+    place = _engines() / key[:32]
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, encoding="utf-8", delete=False) as file:
+            file.write(os.path.abspath(engine))
+        os.replace(file.name, place)
+        for old in sorted(place.parent.iterdir(), key=lambda each: each.stat().st_mtime)[:-MAX_ENGINES]:
+            old.unlink(missing_ok=True)
+
+
+def engine_with(key: str) -> Path | None:
+    """Where an engine of that key was last written."""
+    try:
+        return Path((_engines() / key[:32]).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _engines() -> Path:
+    return cache_root() / "engines"
+
+
+def link_or_copy(source: str, target: str) -> str:
+    """As `copy_function` of shutil.copytree: a hard link where the file system has them between the two places."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target

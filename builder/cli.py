@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from builder import plan_command
-from builder.config import ACTIVATION_SCALES, COMPUTE_DTYPES, METHODS, PRECISIONS, TARGETS, BuildConfig
+from builder.config import ACTIVATION_SCALES, COMPUTE_DTYPES, KV_CACHE_SCALES, METHODS, PRECISIONS, TARGETS, BuildConfig
 from builder.quantize.kv_dtypes import canonical
 from builder.termination import EXIT_STATUS, Terminated, sigterm_raises
 from builder.trtllm_flags import translate
@@ -38,6 +38,12 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--kv-cache-dtype", type=_kv_dtype, default="auto", help="auto: by precision; or KEYS:VALUES")
     build.add_argument(
         "--compute-dtype", choices=COMPUTE_DTYPES, help="cpu: bf16 is faster, but tokens may depend on the batch; default: f32"
+    )
+    build.add_argument(
+        "--kv-cache-scales",
+        choices=KV_CACHE_SCALES,
+        default="calibrated",
+        help="of f8 keys and values; unit: 1, to see what it costs",
     )
     build.add_argument(
         "--group-size", type=int, choices=(32, 64, 128), help="int4: weights per scale; default: the largest that fits"
@@ -125,6 +131,7 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
         target=arguments.target,
         precision=arguments.precision or PRECISIONS[arguments.target][0],
         kv_cache_dtype=arguments.kv_cache_dtype,
+        kv_cache_scales=arguments.kv_cache_scales,
         compute_dtype=arguments.compute_dtype,
         group_size=arguments.group_size,
         max_model_len=arguments.max_model_len,
@@ -152,8 +159,10 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
     result = run(config, quiet=arguments.json)
     if not arguments.json:
         print(summary(result.report))
-        print(f"engine      {result.engine}" + (" (unchanged inputs: nothing to do)" if result.up_to_date else ""))
-    return {"engine": str(result.engine), "up_to_date": result.up_to_date, "report": result.report}
+        found = f"copied from {result.copied_from}: nothing to build" if result.copied_from else "unchanged inputs: nothing to do"
+        print(f"engine      {result.engine}" + (f" ({found})" if result.up_to_date else ""))
+    copied = {"copied_from": str(result.copied_from)} if result.copied_from else {}
+    return {"engine": str(result.engine), "up_to_date": result.up_to_date, **copied, "report": result.report}
 
 
 def inspect(arguments: argparse.Namespace) -> dict[str, Any]:

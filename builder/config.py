@@ -26,6 +26,7 @@ _TARGET_PACKAGES = {"cpu": "openvino", "tensorrt": "tensorrt_cu13", "tensorrt-rt
 COMPUTE_DTYPES = ("f32", "bf16")
 METHODS = ("max", "percentile", "mse", "entropy")  # of choosing a static range
 ACTIVATION_SCALES = ("auto", "dynamic", "static")
+KV_CACHE_SCALES = ("calibrated", "unit")
 _NOT_IN_KEY = ("source", "output", "use_cache", "timing_cache")  # options that do not change the engine
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "openvino", "numpy")
 
@@ -37,6 +38,7 @@ class BuildConfig:
     target: str = "cpu"
     precision: str = "fp32"
     kv_cache_dtype: str = "auto"
+    kv_cache_scales: str = "calibrated"  # of f8 keys and values; unit: 1, as servers have it that were given none
     compute_dtype: str | None = None  # cpu only: f32 or bf16; None: f32
     group_size: int | None = None  # int4 only; None: the largest of 128, 64, 32 that divides every layer's width
     max_model_len: int | None = None  # None: what the model was trained for, at most 8192
@@ -99,6 +101,8 @@ class BuildConfig:
             raise BuildError(
                 f"unknown --activation-scales {self.activation_scales!r}; choose one of {', '.join(ACTIVATION_SCALES)}"
             )
+        self._check_activation_scales()
+        self._check_kv_cache_scales()
         if self.calibration_samples < 0:
             raise BuildError(f"--calibration-samples is {self.calibration_samples} but must be 0 or more")
         if self.eval_tokens < 0 or self.eval_tokens == 1:
@@ -126,6 +130,34 @@ class BuildConfig:
         if self.compute_dtype == "bf16" and (self.precision == "fp8" or self.activation_scales == "static"):
             rounding = "--precision fp8" if self.precision == "fp8" else "--activation-scales static"
             raise BuildError(f"{asked} is not available with {rounding}, whose rounding is emulated in exact f32; leave it out")
+
+    def _check_activation_scales(self) -> None:
+        from builder.quantize.scheme import SCHEMES  # its package needs this file
+
+        if self.target == "cpu" and self.activation_scales != "auto" and not SCHEMES[self.precision].activations:
+            rounding = ", ".join(name for name in PRECISIONS["cpu"] if SCHEMES[name].activations)
+            raise BuildError(
+                f"--activation-scales {self.activation_scales} has no meaning for --precision {self.precision}, whose layers "
+                f"take their inputs as they are; leave it out, or choose one of {rounding}"
+            )
+
+    def _check_kv_cache_scales(self) -> None:
+        if self.kv_cache_scales not in KV_CACHE_SCALES:
+            raise BuildError(f"unknown --kv-cache-scales {self.kv_cache_scales!r}; choose one of {', '.join(KV_CACHE_SCALES)}")
+        if self.kv_cache_scales == "calibrated":
+            return
+        if self.target == "cpu":
+            raise BuildError(
+                "--kv-cache-scales unit is not available for --target cpu, whose caches have no scale from outside: u8 and u4 "
+                "compute one per token, f32 and f16 need none; leave it out, or judge an FP8 cache with --target tensorrt-rtx"
+            )
+        from builder.quantize.kv_dtypes import parse_pair  # its package needs this file
+
+        if self.kv_cache_dtype == "auto" or "f8" not in (pair := parse_pair(self.kv_cache_dtype)) or "i8" in pair:
+            raise BuildError(
+                f"--kv-cache-scales unit is for keys or values stored as f8, not for --kv-cache-dtype {self.kv_cache_dtype}; use "
+                "f8 or a pair such as bf16:f8, or leave it out"
+            )
 
     def key(self, source_sha256: str) -> str:
         """Hash of the model's content, every option that shapes the engine, this package's code and the libraries' versions."""

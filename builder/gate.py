@@ -90,15 +90,30 @@ def refusal(
     static: bool,
     fallback: bool,
     available: Sequence[str] | None = None,
+    cache: Mapping[str, float] | None = None,
+    unit_scales: bool = False,
 ) -> AccuracyGate:
+    """`cache`: keys and values of layers → dB, as builder.kv_noise has them; named when the cache is what loses most."""
     named = ", ".join(f"{name} ({layer.sqnr_db:.1f} dB)" for name, layer in worst(layers))
     shares = ", ".join(f"{name.replace('_', ' ')} {part['mean_kl']:.4f}" for name, part in parts.items())
     text = f"--precision {precision} with KV cache {key_dtype}:{value_dtype} loses too much: " + " and ".join(verdict.failures)
     if shares:
         text += f"; mean KL with, in turn, {shares}"
+    if cache and _blamed(parts) == "kv_cache":
+        noisiest = sorted(cache.items(), key=lambda item: (item[1], item[0]))[:_SHOWN]
+        text += "; noisiest of the KV cache: " + ", ".join(f"{name} ({db:.1f} dB)" for name, db in noisiest)
     if named:
         text += f"; noisiest layers: {named}"
-    chosen = remedies(precision, key_dtype, value_dtype, parts, static=static, fallback=fallback, available=available)
+    chosen = remedies(
+        precision,
+        key_dtype,
+        value_dtype,
+        parts,
+        static=static,
+        fallback=fallback or not layers,  # none to raise
+        available=available,
+        unit_scales=unit_scales,
+    )
     return AccuracyGate(f"{text}; try {chosen[0]}, {chosen[1]}, or {chosen[2]}")
 
 
@@ -111,22 +126,24 @@ def remedies(
     static: bool,
     fallback: bool,
     available: Sequence[str] | None = None,
+    unit_scales: bool = False,
 ) -> list[str]:
     """Three, the likeliest first: what the largest share of the loss points at. `available`: of this target; None: all."""
     found: list[str] = []
-    before, shares = 0.0, {}
-    for name, part in parts.items():  # each is measured with those before it
-        shares[name], before = part["mean_kl"] - before, part["mean_kl"]
-    blamed = max(shares, key=lambda name: shares[name]) if shares else "weights"
+    blamed = _blamed(parts)
     if blamed == "kv_cache":
-        wider = "bf16" if "f8" in (key_dtype, value_dtype) else "f16"
+        if unit_scales:
+            found.append("--kv-cache-scales calibrated")
+        on_gpu = available is not None and "fp32" not in available
+        wider = "bf16" if precision == "bf16" or (not on_gpu and "f8" in (key_dtype, value_dtype)) else "f16"
         if key_dtype in ("f8", "i8"):
             found.append(f"--kv-cache-dtype {wider}:{value_dtype} or {wider}, which keep keys wider")
         if "u4" in (key_dtype, value_dtype):
             found.append("--kv-cache-dtype u8")
         if "u8" in (key_dtype, value_dtype):
             found.append("--kv-cache-dtype f16")
-        found.append("--kv-cache-dtype f32")
+        if not on_gpu:  # which compute attention in 16 bit
+            found.append("--kv-cache-dtype f32")
     if blamed == "activations" and static:
         found.append("--activation-scales dynamic")
     if blamed == "activations" and precision == "int8":
@@ -149,3 +166,11 @@ def remedies(
     found.append("a higher --max-ppl-increase, if the loss is acceptable")
     found.append("--calibration-data with text like the model's use")
     return found[:3]
+
+
+def _blamed(parts: Mapping[str, Mapping[str, float]]) -> str:
+    """The part that adds most to the loss."""
+    before, shares = 0.0, {}
+    for name, part in parts.items():  # each is measured with those before it
+        shares[name], before = part["mean_kl"] - before, part["mean_kl"]
+    return max(shares, key=lambda name: shares[name]) if shares else "weights"

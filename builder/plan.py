@@ -145,22 +145,27 @@ def make_plan(
     """
     weights = weight_bytes(shape, precision)
     per_token = kv_bytes_per_token(shape.layers, key_dtype, value_dtype)
-    widest = max(layer.num_heads * layer.head_dim for layer in shape.layers)
-    activations = 4.0 * (max_num_batched_tokens * (8 * shape.hidden_size + 4 * widest) + concurrency * shape.vocab_size)
+    activations = _activations(shape, concurrency, max_num_batched_tokens)
     budget = memory or (hardware.memory if hardware else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     need = process_need(shape, precision, concurrency, max_num_batched_tokens, compute_dtype) if process else None
     beside = weights + activations if need is None else need.total
     left = budget - beside
+    remedy = "choose a narrower --precision or more memory"
+    if left < per_token:  # would it do with steps as small as they may be?
+        few = min(max_num_batched_tokens, 512)
+        least = process_need(shape, precision, 1, few, compute_dtype).total if process else weights + _activations(shape, 1, few)
+        larger = (("--concurrency", concurrency > 1), ("--max-num-batched-tokens", max_num_batched_tokens > few))
+        if least + per_token <= budget:
+            remedy = f"lower {' or '.join(name for name, given in larger if given)}, or give more memory"
     if need is not None and left < per_token:
         raise BuildError(
             f"{shape.name} in {precision} needs {_size(beside)} for a process that serves it, {_size(need.weights)} of "
-            f"them weights, and {per_token:.0f} bytes per token but there are {_size(budget)}; choose a narrower "
-            "--precision or more memory"
+            f"them weights, and {per_token:.0f} bytes per token but there are {_size(budget)}; {remedy}"
         )
     if left <= 0:
         raise BuildError(
             f"{shape.name} in {precision} needs {_size(weights)} of weights and {_size(activations)} of "
-            f"activations but there are {_size(budget)}; choose a narrower --precision or more memory"
+            f"activations but there are {_size(budget)}; {remedy}"
         )
     tokens = int(left // per_token)
     plan: dict[str, Any] = {
@@ -197,6 +202,11 @@ def make_plan(
         )
         plan["prefill_s"] = prefill_floor(weights, shape.num_parameters, hardware, context)
     return plan
+
+
+def _activations(shape: Shape, concurrency: int, max_num_batched_tokens: int) -> float:
+    widest = max(layer.num_heads * layer.head_dim for layer in shape.layers)
+    return 4.0 * (max_num_batched_tokens * (8 * shape.hidden_size + 4 * widest) + concurrency * shape.vocab_size)
 
 
 def _size(count: float) -> str:

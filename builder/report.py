@@ -45,10 +45,14 @@ def _charts(report: Mapping[str, Any]) -> str:
     losses = [(name.replace("_", " "), part["mean_kl"]) for name, part in (accuracy.get("parts") or {}).items()]
     if "mean_kl" in accuracy and losses:
         losses.append(("the engine", accuracy["mean_kl"]))
+    cache = list((accuracy.get("kv_cache_sqnr_db") or {}).items())
     classes = [(f"{name} ({entry['dtype']})", entry["num_bytes"] / 1e6) for name, entry in (weights.get("classes") or {}).items()]
     return (
         bars("Mean KL divergence from the unquantized model, each part with those above it", losses)
         + bars("Noisiest layers: signal above error", layers[:_LAYERS_SHOWN], " dB")
+        + bars(
+            "Noisiest of the KV cache: keys as queries see them, and values, above their rounding", cache[:_LAYERS_SHOWN], " dB"
+        )
         + bars("Weights by class", classes, " MB")
     )
 
@@ -136,6 +140,8 @@ def summary(report: Mapping[str, Any]) -> str:
         if accuracy.get("parts"):
             named = (f"{name.replace('_', ' ')} {part['mean_kl']:.5f}" for name, part in accuracy["parts"].items())
             lines.append("            KL with, in turn, " + ", ".join(named))
+        if noisy := list((accuracy.get("kv_cache_sqnr_db") or {}).items())[:3]:
+            lines.append("            noisiest of the KV cache " + ", ".join(f"{name} {db:.1f} dB" for name, db in noisy))
         if accuracy.get("fallback"):
             raised = accuracy["fallback"]["raised"]
             lines.append(

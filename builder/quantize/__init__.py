@@ -297,18 +297,27 @@ class _Inputs:
             return None
         sample = self._stats[str(x.name)].sample
         fed = activations.rounded(sample, self.dtype, **self._how[x]) if x in self._how else sample
-        return LayerReport(layer.dtype, *noise(sample, fed, matrix, dense))
+        return LayerReport(layer.dtype, *noise(layer.weight.name, sample, fed, matrix, dense))
 
 
-def noise(sample: npt.NDArray, fed: npt.NDArray, matrix: npt.NDArray, dense: npt.NDArray) -> tuple[float, float, float]:
-    """dB of the layer's output above its error: as quantized, from the weights alone, from the inputs alone."""
-    exact = sample @ matrix.T
-    power = float(np.square(exact).sum(dtype=np.float64))
-    errors = (fed @ dense.T - exact, sample @ dense.T - exact, fed @ matrix.T - exact)
-    found = []
-    for error in errors:
-        noise = float(np.square(error).sum(dtype=np.float64))
-        found.append(10 * math.log10(power / noise) if noise > 0 and power > 0 else MAX_DB)
+def noise(
+    name: str, sample: npt.NDArray, fed: npt.NDArray, matrix: npt.NDArray, dense: npt.NDArray
+) -> tuple[float, float, float]:
+    """dB of the output of the layer with the weight `name` above its error: as quantized, from the weights alone, from the inputs
+    alone.
+
+    Raises  BuildError when squares are beyond fp32
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = sample @ matrix.T
+        errors = (fed @ dense.T - exact, sample @ dense.T - exact, fed @ matrix.T - exact)
+        power, *lost = (float(np.square(each).sum(dtype=np.float64)) for each in (exact, *errors))
+    if not all(map(math.isfinite, (power, *lost))):
+        raise BuildError(
+            f"the layer with {name} computes values beyond fp32 on the calibration text (its largest weight is "
+            f"{np.abs(matrix).max():.3g}); check the checkpoint's weights and their scales"
+        )
+    found = [10 * math.log10(power / each) if each > 0 and power > 0 else MAX_DB for each in lost]
     return found[0], found[1], found[2]
 
 

@@ -41,7 +41,8 @@ def read(
     consumed = {f"{layer}.{part}" for layer, parts in found.items() for part in parts}
     for layer, parts in found.items():
         tensors = {part: _array(where[f"{layer}.{part}"].get_tensor(f"{layer}.{part}")) for part in parts}
-        read_layer = fmt.read(layer, tensors)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by name when the model has its weights
+            read_layer = fmt.read(layer, tensors)
         name = f"{layer}.weight"
         dense = read_layer.dense.T if stored_in_out and layer not in _TABLES else read_layer.dense
         state[name] = torch.from_numpy(np.ascontiguousarray(dense, np.float32))

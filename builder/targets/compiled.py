@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from builder.quantize import QuantizationReport
@@ -23,6 +24,7 @@ class Compiled:
     runtime_types: dict[str, int]
     compile_ms: float
     executor: Callable[[Manifest, int], Executor]  # (manifest, context tokens) → what accuracy is measured on
+    graph: Path  # what the reference executor runs of it; there when `executor` was called
     wider: tuple[str, ...] | None = None  # what --fallback raises a layer to, in turn; None: as the scheme has it
     emulated: bool = False  # arithmetic stands in for hardware this target lacks
     manifest: dict[str, Any] = field(default_factory=dict)  # fields of Manifest that only this target fills

@@ -62,15 +62,22 @@ def require(compute_dtype: str) -> None:
         )
 
 
-def resolve_kv_dtype(requested: str, precision: str, canonical: ir.Model, compute_dtype: str = "f32") -> tuple[str, str]:
-    """(key, value) types for `--kv-cache-dtype`: auto, a type, or keys:values. auto: f32 for fp32, 16 bit for bf16, else u8."""
+def check_kv_dtype(requested: str, compute_dtype: str = "f32") -> None:
+    """Raises  BuildError for what no model can have."""
     chosen = None if requested == "auto" else parse_pair(requested)
-    if chosen is not None and chosen not in paged.KV_PAIRS[compute_dtype] and attention_mode(canonical) != DECOMPOSED:
+    if chosen is not None and chosen not in paged.KV_PAIRS[compute_dtype]:
         known = ", ".join(key if key == value else f"{key}:{value}" for key, value in paged.KV_PAIRS[compute_dtype])
         raise BuildError(
             f"the cpu target, computing in {compute_dtype}, cannot store the KV cache as {requested} (keys as {chosen[0]}, "
             f"values as {chosen[1]}); choose one of auto, {known}"
         )
+
+
+def resolve_kv_dtype(requested: str, precision: str, canonical: ir.Model, compute_dtype: str = "f32") -> tuple[str, str]:
+    """(key, value) types for `--kv-cache-dtype`: auto, a type, or keys:values. auto: f32 for fp32, 16 bit for bf16, else u8."""
+    chosen = None if requested == "auto" else parse_pair(requested)
+    if attention_mode(canonical) != DECOMPOSED:
+        check_kv_dtype(requested, compute_dtype)
     if attention_mode(canonical) == DECOMPOSED:
         if chosen not in (None, ("f32", "f32")):
             node = next(n for n in canonical.graph if n.op_type == PAGED_ATTENTION and unsupported_attention(n))

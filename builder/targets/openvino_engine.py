@@ -17,7 +17,7 @@ from builder.quantize.scheme import scheme_of
 from builder.quantized.grid import Origin
 from builder.stages import Stages
 from builder.targets.compiled import Compiled
-from builder.targets.openvino import build_plan, require, resolve_kv_dtype
+from builder.targets.openvino import build_plan, check_kv_dtype, require, resolve_kv_dtype
 from runtime.contract import PLAN_DIR, TOKENIZER_DIR, Manifest, ModelSpec
 from runtime.errors import BuildError
 from runtime.executors.base import Executor
@@ -25,6 +25,14 @@ from runtime.executors.openvino import OpenVINOExecutor
 from runtime.tokenizer import Tokenizer
 
 _REPORT_SAMPLES, _REPORT_CONTEXT = 1, 256  # enough text to say which layers are noisy, where nothing needs calibration
+
+
+def check_options(config: BuildConfig) -> None:
+    """What can be refused before there is a graph."""
+    compute_dtype = config.compute_dtype or "f32"
+    require(compute_dtype)
+    if config.kv_cache_dtype not in ("f32", "f32:f32"):  # which a model with its attention unfused has whatever it computes in
+        check_kv_dtype(config.kv_cache_dtype, compute_dtype)
 
 
 def compile_engine(
@@ -85,6 +93,7 @@ def compile_engine(
         runtime_types=plan.runtime_types,
         compile_ms=plan.compile_ms,
         executor=executor,
+        graph=staging / plan.plan["canonical"],
         manifest={"calibration_sha256": calibration.sha256 if _needs(config, static) else ""},
     )
 

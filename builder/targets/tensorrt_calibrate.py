@@ -2,7 +2,7 @@
 
     fp8, int8-sq          ranges of the layers' inputs; fp8 their second moments too
     int4                  second moments, unless there are no samples: then it rounds to nearest
-    8-bit keys, values    the largest magnitude per head
+    8-bit keys, values    the largest magnitude per head; nothing with scales of 1
     accuracy report       a short sample, so that it can name the noisiest layers
 
 Raises   BuildError when there is nothing to calibrate with, and as builder.calibration_data does
@@ -57,20 +57,22 @@ def calibrate(
     `origin`   its scales of a KV cache of these `kinds` of keys and values come before measured ones
     """
     scheme = tensorrt_quantize.SCHEMES[config.precision]
-    has_scales = any(kind in LARGEST for kind in kinds)
+    eight_bit = any(kind in LARGEST for kind in kinds)
+    has_scales = eight_bit and config.kv_cache_scales == "calibrated"
     if (scheme.activations or has_scales) and not config.calibration_samples:
         what = f"--precision {config.precision}" if scheme.activations else f"--kv-cache-dtype {config.kv_cache_dtype}"
         raise BuildError(f"{what} needs calibration, but --calibration-samples is 0; leave it out")
     shapes_weights = bool(scheme.activations) or (scheme.hessians and config.calibration_samples > 0)
     needed = shapes_weights or has_scales
     reported = scheme.tables and (config.eval_tokens > 0 or config.fallback)
+    nodes = [node for node in model.graph if is_op(node, PAGED_ATTENTION, DOMAIN)]
+    unit = _unit(nodes) if eight_bit and not has_scales else {}
     if not needed and not reported:
-        return Calibration()
+        return Calibration(kv_scales=unit)
     tokenizer = Tokenizer.load(canonical / TOKENIZER_DIR)
     size = {} if needed else {"context": _REPORT_CONTEXT}
     samples = config.calibration_samples if needed else _REPORT_SAMPLES
     data = calibration_data.load(config.calibration_data, tokenizer, samples=samples, **size)
-    nodes = [node for node in model.graph if is_op(node, PAGED_ATTENTION, DOMAIN)]
     found = calibration.collect(
         canonical / "model.onnx",
         data,
@@ -81,7 +83,7 @@ def calibrate(
         num_threads=num_threads,
         progress=progress,
     )
-    scales = {}
+    scales = dict(unit)
     for node in nodes if has_scales else ():
         key, value = (
             _scale(found.kv_amax[str(value.name)], kind)
@@ -92,6 +94,12 @@ def calibrate(
         stored = (origin or Origin()).cache_scales(layer, kinds, len(key))
         scales[layer] = (key if stored[0] is None else stored[0], value if stored[1] is None else stored[1])
     return Calibration(found.stats, scales, found.sha256 if needed else "")
+
+
+def _unit(nodes: Sequence[ir.Node]) -> KVScales:
+    """1 for every head, whatever the checkpoint has."""
+    heads = {node.attributes.get_int("layer", 0): node.attributes.get_int("num_kv_heads", 0) for node in nodes}
+    return {layer: (np.ones(count, np.float32), np.ones(count, np.float32)) for layer, count in heads.items()}
 
 
 def _scale(largest: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float32]:

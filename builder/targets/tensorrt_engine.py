@@ -29,6 +29,14 @@ from runtime.executors.reference import ReferenceExecutor
 _BLOCK_SIZE = 32  # of the reference executor
 
 
+def check_options(config: BuildConfig) -> None:
+    """What can be refused before there is a graph."""
+    _check_activation_scales(config, tensorrt_quantize.SCHEMES[config.precision].activations)
+    tensorrt.resolve_kv_dtype(config.kv_cache_dtype, config.precision)
+    tensorrt.resolve_architectures(config.target, config.target_arch)
+    library(config.target)
+
+
 def compile_engine(
     config: BuildConfig,
     stages: Stages,
@@ -44,10 +52,8 @@ def compile_engine(
     `overrides`   weight → a wider type than the precision's, of a fallback
     """
     scheme = tensorrt_quantize.SCHEMES[config.precision]
-    _check_activation_scales(config, scheme.activations)
     kv = tensorrt.resolve_kv_dtype(config.kv_cache_dtype, config.precision)
     architectures = tensorrt.resolve_architectures(config.target, config.target_arch)
-    library(config.target)  # its absence is better told before calibration than after
     if config.timing_cache is not None and config.target == TENSORRT_RTX:
         stages.note("--timing-cache has no effect: TensorRT-RTX times no kernels when it builds, it compiles them when it runs")
     model = ir.load(canonical / "model.onnx")
@@ -102,8 +108,9 @@ def compile_engine(
         )
         del model
 
+    reference = work_dir / "reference.onnx"
+
     def executor(_manifest: Manifest, context: int) -> Executor:
-        reference = work_dir / "reference.onnx"
         ir.save(to_reference(ir.load(work_dir / "model.onnx")), reference, external_data="reference.bin")
         return ReferenceExecutor(reference, num_blocks=-(-context // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
 
@@ -114,10 +121,11 @@ def compile_engine(
         libraries=plan.libraries,
         weight_bytes=plan.weight_bytes,
         activations=plan.activations,
-        details=plan.details,
+        details={**plan.details, "calibrated_kv_scales": bool(calibration.kv_scales) and config.kv_cache_scales == "calibrated"},
         runtime_types=plan.runtime_types,
         compile_ms=plan.compile_ms,
         executor=executor,
+        graph=reference,
         manifest={
             "gpu_architectures": plan.gpu_architectures,
             "buckets": plan.buckets,

@@ -220,7 +220,7 @@ class _Job:
         if stats is not None and stats.sample.size:
             sample = stats.sample
             fed = activations.rounded(sample, rounds, limit=self._limit(x)) if rounds else sample
-            self.report.layers[weight.name] = LayerReport(dtype, *noise(sample, fed, matrix, quantized.dense()))
+            self.report.layers[weight.name] = LayerReport(dtype, *noise(weight.name, sample, fed, matrix, quantized.dense()))
 
     def round_inputs(self) -> None:
         for x, readers in self.readers.items():

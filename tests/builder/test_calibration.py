@@ -15,6 +15,8 @@ from cpu_engines import fused, prompt
 from builder import calibration, calibration_data
 from builder.observe import NUM_BINS, TensorStats, observe, windows_of
 from builder.quantize import layer_inputs, ranges
+from builder.segments import cut, extract
+from builder.spill import Spill
 from plugins.paged_attention.op import attach_functions
 from runtime.errors import BuildError
 from runtime.tokenizer import Tokenizer
@@ -46,9 +48,7 @@ def test_several_passes_give_what_one_gives(graph: Path) -> None:
     windows = [prompt(20, 1), prompt(33, 2)]
     one = observe(graph, windows, names, hessians=True, num_threads=1)
     steps: list[tuple[int, int]] = []
-    many = observe(
-        graph, windows, names, hessians=True, max_bytes=1, num_threads=1, progress=lambda a, b: steps.append((a, b))
-    )
+    many = observe(graph, windows, names, hessians=True, max_bytes=1, num_threads=1, progress=lambda a, b: steps.append((a, b)))
     assert len(steps) > 2 * len(names)  # a segment per layer and one per embedding
     assert steps == [(n + 1, len(steps)) for n in range(len(steps))]
     for name in names:
@@ -58,6 +58,40 @@ def test_several_passes_give_what_one_gives(graph: Path) -> None:
         moments = one[name].sample.T @ one[name].sample / 53
         np.testing.assert_allclose(one[name].hessian, moments, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
         assert one[name].histogram.sum() == 53 * len(one[name].channel_amax)
+
+
+def test_a_segment_has_its_own_weights_and_passes_on_little(graph: Path) -> None:
+    names = layer_inputs(ir.load(graph), "int4")
+    sizes = [value.const_value.nbytes for value in ir.load(graph).graph.initializers.values() if value.const_value is not None]
+    limit = 2 * max(sizes)
+    segments = cut(ir.load(graph), dict.fromkeys(names), limit, {})
+    assert 2 < len(segments) < len(names)
+    assert [name for segment in segments for name in segment.observed] == names
+    assert [segment.inputs for segment in segments] == [(), *(segment.outputs for segment in segments[:-1])]
+    assert segments[-1].outputs == ()
+    held = 0
+    for segment in segments:
+        part = extract(ir.load(graph), segment)
+        weights = [value.const_value.nbytes for value in part.graph.initializers.values() if value.const_value is not None]
+        assert sum(weights) <= limit
+        held += sum(weights)
+        fed = {str(value.name) for value in part.graph.inputs}
+        assert fed - {"input_ids", "positions", *segment.inputs} == {
+            name for name in fed if name.startswith(("k_pool", "v_pool", "slot", "block", "query_start", "seq_lens", "logits"))
+        }
+    assert held < sum(sizes)  # the head is in none
+    assert len(cut(ir.load(graph), dict.fromkeys(names), sum(sizes), {})) == 1
+    assert len(cut(ir.load(graph), dict.fromkeys(names), sum(sizes), dict.fromkeys(names, sum(sizes)))) >= len(names)
+
+
+def test_what_is_spilled_comes_back(tmp_path: Path) -> None:
+    place = Spill(tmp_path)
+    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3).T, np.zeros((0, 4), np.int64), np.array(7), np.array([True, False])]
+    spilled = [place.put(array) for array in arrays]
+    assert list(tmp_path.iterdir()) == []  # a file without a name
+    for found, array in reversed(list(zip(spilled, arrays, strict=True))):
+        assert (found.shape, found.dtype) == (array.shape, array.dtype)
+        np.testing.assert_array_equal(np.asarray(found), array)
 
 
 def test_statistics_are_those_of_the_rows() -> None:

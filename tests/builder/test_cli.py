@@ -104,6 +104,16 @@ def test_options_out_of_range(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "--group-size 64 is for --precision int4, not int8" in refuse_build(
         capsys, tmp_path, TINY, "--precision", "int8", "--group-size", "64"
     )
+    for precision in ("fp32", "bf16", "int8-wo"):
+        text = refuse_build(capsys, tmp_path, TINY, "--precision", precision, "--activation-scales", "static")
+        assert f"--activation-scales static has no meaning for --precision {precision}" in text
+        assert text.endswith("choose one of int8, int8-sq, int4, fp8")
+    unit = ("--kv-cache-scales", "unit")
+    text = refuse_build(capsys, tmp_path, TINY, "--kv-cache-dtype", "u8", *unit)
+    assert "--kv-cache-scales unit is not available for --target cpu" in text
+    for dtype in ("auto", "f16", "f8:i8"):
+        text = refuse_build(capsys, tmp_path, TINY, "--target", "tensorrt-rtx", "--kv-cache-dtype", dtype, *unit)
+        assert f"is for keys or values stored as f8, not for --kv-cache-dtype {dtype}" in text
     text = refuse_build(capsys, tmp_path, TINY, "--max-num-batched-tokens", "8")
     assert "--max-num-batched-tokens 8 is smaller than --max-num-seqs 32" in text
 

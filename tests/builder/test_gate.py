@@ -20,8 +20,9 @@ from cpu_engines import relative_error
 from builder import gate
 from builder.build import build
 from builder.calibrate import calibrate
-from builder.config import BuildConfig
+from builder.config import PRECISIONS, BuildConfig
 from builder.judge import parts
+from builder.kv_noise import cache_noise
 from builder.quantize import LayerReport, kv_cache
 from runtime.errors import AccuracyGate
 
@@ -71,6 +72,21 @@ def test_a_refusal_has_the_figures_the_layers_and_what_the_loss_points_at() -> N
         "weights, or --fallback, which raises the precision of the noisiest layers"
     )
     told["kv_cache"]["mean_kl"] = 0.6
+    cache = {"layers.1.keys": 9.04, "layers.0.values": 31.0, "layers.0.keys": 30.5}
+    error = gate.refusal("fp16", "f8", "f8", verdict, LAYERS, told, static=False, fallback=True, cache=cache, unit_scales=True)
+    assert (
+        "kv cache 0.6000; noisiest of the KV cache: layers.1.keys (9.0 dB), layers.0.keys (30.5 dB), layers.0.values (31.0 dB); "
+        "noisiest layers: b (10.0 dB)" in str(error)
+    )
+    assert str(error).endswith(
+        "; try --kv-cache-scales calibrated, --kv-cache-dtype bf16:f8 or bf16, which keep keys wider, or --kv-cache-dtype f32"
+    )
+    error = gate.refusal("bf16", "f8", "f8", verdict, {}, told, static=False, fallback=False, cache=cache)
+    assert "--fallback" not in str(error)  # no layer is quantized
+    for precision, sixteen in (("fp16", "f16"), ("bf16", "bf16")):  # on a GPU the precision's own 16 bits only
+        found = gate.remedies(precision, "f8", "f8", told, static=False, fallback=True, available=PRECISIONS["tensorrt-rtx"])
+        assert found[0] == f"--kv-cache-dtype {sixteen}:f8 or {sixteen}, which keep keys wider"
+        assert "--kv-cache-dtype f32" not in found
     (first, *_) = gate.remedies("fp8", "f8", "f8", told, static=True, fallback=False)
     assert first.startswith("--kv-cache-dtype bf16:f8 or bf16")
     for value, expected in (("u4", ["u8", "f16", "f32"]), ("u8", ["f16", "f32"])):  # pairs that the CPU target has
@@ -80,12 +96,8 @@ def test_a_refusal_has_the_figures_the_layers_and_what_the_loss_points_at() -> N
 
 @pytest.fixture(scope="module")
 def hard_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import shutil
-
     directory = tmp_path_factory.mktemp("hard")
-    outlier_model.harden(outlier_model.load(TINY_LLAMA), 60.0).save_pretrained(directory)
-    for file in TINY_LLAMA.glob("*token*"):
-        shutil.copy(file, directory)
+    outlier_model.write(directory)
     return directory
 
 
@@ -162,7 +174,27 @@ def test_narrow_keys_are_refused_where_wide_keys_pass(hard_model: Path, own_cach
     assert passing(TINY_LLAMA, ("i8", "calibrated"), ("f8", "unit")) == [True, True]
 
 
+@pytest.mark.parametrize(("pair", "scales"), [("i8", "calibrated"), ("f8", "unit")])
+def test_the_noisiest_keys_are_those_of_the_layers_made_hard(pair: str, scales: str, own_cache: None, tmp_path: Path) -> None:
+    hard = (1, 3)
+    outlier_model.write(tmp_path / "model", inputs=False, layers=hard)
+    built(tmp_path / "model", tmp_path / "e", precision="fp32", activation_scales="auto", eval_tokens=0, max_kl=None)
+    graph = tmp_path / "e" / "plan" / "canonical.onnx"
+    assert cache_noise(graph, [tokens(128)], num_threads=1) == {}  # f32 loses nothing
+    rounded = with_cache(graph, pair, scales)
+    levels = cache_noise(rounded, [tokens(128), tokens(40)], num_threads=1)
+    assert levels != cache_noise(rounded, [tokens(40)], num_threads=1)  # all windows count
+    assert len(levels) == 8 and list(levels.values()) == sorted(levels.values())
+    assert set(list(levels)[:2]) == {f"layers.{layer}.keys" for layer in hard}
+    plain = levels["layers.0.keys"], levels["layers.2.keys"]
+    assert max(levels[f"layers.{layer}.keys"] for layer in hard) < min(plain) - 6  # half the amplitude
+
+
 def kv_loss(graph: Path, pair: str, scales: str) -> dict[str, float]:
+    return parts(graph, with_cache(graph, pair, scales), tokens(256), num_threads=1)["kv_cache"]
+
+
+def with_cache(graph: Path, pair: str, scales: str) -> Path:
     model = ir.load(graph)
     key, value = kv_cache.parse_pair(pair)
     if scales == "unit":
@@ -172,4 +204,4 @@ def kv_loss(graph: Path, pair: str, scales: str) -> dict[str, float]:
     kv_cache.insert(model, key, value, amax)
     rounded = graph.with_name("rounded.onnx")
     ir.save(model, rounded)
-    return parts(graph, rounded, tokens(256), num_threads=1)["kv_cache"]
+    return rounded

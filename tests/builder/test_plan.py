@@ -79,6 +79,19 @@ def test_what_is_left_beside_weights_becomes_tokens() -> None:
         )
 
 
+@pytest.mark.parametrize("process", [False, True])
+def test_what_is_too_large_is_what_is_to_be_lowered(process: bool) -> None:
+    sizes = {"memory": 1 << 30, "context": 8, "process": process, "hardware": None}
+    kinds = {"precision": "int8", "key_dtype": "f16", "value_dtype": "f16"}
+    for given, remedy in (
+        ({"concurrency": 1_000_000}, "lower --concurrency, or give more memory"),
+        ({"concurrency": 1_000_000, "max_num_batched_tokens": 10**6}, "lower --concurrency or --max-num-batched-tokens, or give"),
+        ({"concurrency": 2, "memory": 100_000}, "choose a narrower --precision or more memory"),  # not even the weights fit
+    ):
+        with pytest.raises(BuildError, match=f"; {remedy}"):
+            make_plan(SHAPE, **{**sizes, **kinds, **given})
+
+
 def test_on_the_cpu_the_whole_process_counts() -> None:
     options: dict[str, Any] = {"key_dtype": "u8", "value_dtype": "u8", "hardware": None, "context": 512, "concurrency": 4}
     plan = make_plan(SHAPE, precision="int8", memory=1 << 30, process=True, **options)

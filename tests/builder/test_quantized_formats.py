@@ -19,12 +19,13 @@ import tiny_models
 from safetensors.torch import load_file
 
 from builder.checkpoint import load_checkpoint, num_weights, source_sha256
+from builder.quantize import noise
 from builder.quantized.awq import Awq
 from builder.quantized.compressed_tensors import CompressedTensors
 from builder.quantized.gptq import Gptq
 from builder.quantized.grid import Grid, Origin, concatenated
 from builder.quantized.modelopt import ModelOpt
-from runtime.errors import CorruptCheckpoint, UnsupportedModel
+from runtime.errors import BuildError, CorruptCheckpoint, UnsupportedModel
 
 # ------------------------------------------------------------------------------------------------------------ packed words
 
@@ -364,6 +365,23 @@ def test_an_input_scale_that_was_never_calibrated() -> None:
     for scale in (0, -1, np.nan, np.inf):
         grid = ModelOpt({"quant_algo": "FP8"}, "m").read("a", tensors | {"input_scale": np.float32(scale).reshape(1)}).grid
         assert grid is not None and grid.input_scale is None
+
+
+def test_a_scale_beyond_all_bounds_makes_no_noise_before_its_refusal(tmp_path: Path) -> None:
+    """Warnings are errors here."""
+    from safetensors.numpy import save_file
+
+    from builder.quantized.layout import Header
+    from builder.quantized.read import read
+
+    path = tmp_path / "model.safetensors"
+    save_file({"a.weight": np.full((2, 4), 100, np.int8), "a.weight_scale": np.full((2, 1), 3e38, np.float32)}, str(path))
+    headers = {"a.weight": Header("I8", (2, 4)), "a.weight_scale": Header("F32", (2, 1))}
+    state, _ = read(CompressedTensors(ql.scheme("int-quantized"), "m"), [path], headers)
+    assert np.isinf(state["a.weight"].numpy()).all()
+    inputs, weight = np.ones((3, 4), np.float32), np.full((2, 4), 1e30, np.float32)
+    with pytest.raises(BuildError, match=r"layer with a.weight computes values beyond fp32 .* largest weight is 1e\+30\)"):
+        noise("a.weight", inputs, inputs, weight, weight * np.float32(1.01))
 
 
 def test_a_quantization_without_its_numbers(stored: Any, tmp_path: Path) -> None:

@@ -33,12 +33,26 @@ def test_a_report_plots_parts_layers_and_classes() -> None:
             "layers": {"layer.0": {"sqnr_db": 12.5}, "layer.1": {"sqnr_db": 40.0}},
             "classes": {"mlp": {"dtype": "int4", "num_bytes": 2_000_000}},
         },
-        "accuracy": {"mean_kl": 0.02, "parts": {"weights": {"mean_kl": 0.01}, "kv_cache": {"mean_kl": 0.015}}},
+        "accuracy": {
+            "mean_kl": 0.02,
+            "parts": {"weights": {"mean_kl": 0.01}, "kv_cache": {"mean_kl": 0.015}},
+            "kv_cache_sqnr_db": {"layers.1.keys": 9.25, "layers.0.values": 30.0},
+        },
     }
     page = to_html(report)
-    for text in (">weights<", ">kv cache<", ">the engine<", ">0.015<", ">12.5 dB<", ">mlp (int4)<", ">2 MB<"):
+    for text in (
+        ">weights<",
+        ">kv cache<",
+        ">the engine<",
+        ">0.015<",
+        ">12.5 dB<",
+        ">layers.1.keys<",
+        ">9.25 dB<",
+        ">mlp (int4)<",
+        ">2 MB<",
+    ):
         assert text in page, text
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
     assert page.index(">layer.0<") < page.index(">layer.1<")
     assert to_html({"accuracy": {}}).count("<svg") == 0
 

@@ -213,8 +213,19 @@ def test_limits_of_the_model_are_checked_before_the_work(monkeypatch: pytest.Mon
     config = BuildConfig(str(TINY), tmp_path / "engine", max_model_len=2049, use_cache=False)
     with pytest.raises(BuildError, match=r"--max-model-len 2049 exceeds the 2048 positions .*tiny-llama was trained for"):
         builder_build.build(config, quiet=True)
+    whole = dataclasses.replace(config, max_model_len=2048)
     with pytest.raises(AssertionError, match="has begun"):
-        builder_build.build(dataclasses.replace(config, max_model_len=2048), quiet=True)
+        builder_build.build(whole, quiet=True)
+    with pytest.raises(BuildError, match=r"the cpu target.* cannot store the KV cache as bf16:f8"):
+        builder_build.build(dataclasses.replace(whole, kv_cache_dtype="bf16:f8"), quiet=True)
+    for options, message in (
+        ({"target_arch": ("sm90",)}, "--target tensorrt-rtx does not build for sm90"),
+        ({"kv_cache_dtype": "bf16"}, "attention computes in fp16, so 16-bit keys and values are f16, not bf16"),
+        ({"activation_scales": "dynamic"}, "--activation-scales dynamic is not available"),
+    ):
+        gpu = dataclasses.replace(whole, target="tensorrt-rtx", precision="fp16", **options)  # type: ignore[arg-type]
+        with pytest.raises(BuildError, match=message):
+            builder_build.build(gpu, quiet=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- SIGTERM

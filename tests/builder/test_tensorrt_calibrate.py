@@ -108,6 +108,18 @@ def test_scales_map_the_largest_magnitude_of_a_head_to_the_end_of_its_type(
     np.testing.assert_allclose(scales[1], value / 127, rtol=1e-6)
 
 
+def test_scales_of_1_need_no_text(run: Callable[..., Calibration]) -> None:
+    options = {"kv_cache_dtype": "f16:f8", "kv_cache_scales": "unit", "calibration_samples": 0}
+    found = run("fp16", ("fp16", "fp8"), **options)
+    assert (found.stats, found.sha256) == ({}, "")
+    for scales in found.kv_scales.values():
+        for scale in scales:
+            np.testing.assert_array_equal(scale, np.ones(2, np.float32))
+    assert sorted(found.kv_scales) == [0, 1]
+    calibrated = run("fp8", ("fp8", "fp8"), text="The quick brown fox. " * 40, kv_cache_dtype="f8", kv_cache_scales="unit")
+    assert calibrated.stats and np.array_equal(calibrated.kv_scales[1][0], np.ones(2))
+
+
 @pytest.mark.parametrize(
     ("precision", "kv", "message"),
     [("fp8", "auto", "--precision fp8 needs calibration"), ("int8", "i8", "--kv-cache-dtype i8 needs calibration")],

@@ -28,6 +28,7 @@ def _accept(monkeypatch: pytest.MonkeyPatch, precision: str, ratios: list[float]
         layers = {name: layer for name, layer in LAYERS.items() if overrides.get(name) != "fp16"}
         plan = SimpleNamespace(quantization=SimpleNamespace(layers=layers, is_quantized=True), wider=SCHEMES[precision].wider)
         plan.kv_cache = SimpleNamespace(key_dtype="f16", value_dtype="f16")
+        monkeypatch.setattr(build, "_parts", lambda *_: {})
         manifest = SimpleNamespace(plan={}, kv_cache=plan.kv_cache, precision=SimpleNamespace(details={}))
         accuracy = {"perplexity_ratio": ratios[len(tried) - 1], "mean_kl": 0.1}
         return build.Attempt(plan, manifest, accuracy)  # type: ignore[arg-type]
