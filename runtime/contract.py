@@ -279,6 +279,8 @@ def _check_types(spec: Any, path: str = "") -> None:
 def check_library(manifest: Manifest, library: str, installed: str) -> None:
     """Raise ManifestMismatch unless `installed` is the version the plan was built with."""
     built = manifest.libraries.get(library)
+    if built is None:
+        raise ManifestMismatch(f"the manifest does not say which {library} the engine was built with; rebuild the engine")
     if built != installed:
         raise ManifestMismatch(
             f"the engine was built with {library} {built} but {installed} is installed; "
