@@ -1,7 +1,7 @@
 """openvino-genai: ContinuousBatchingPipeline, stepped by hand.
 
 Its defaults, which on this device are an 8-bit KV cache and bf16 arithmetic where the processor has it, but for the group of
-dynamic quantization, for which its fastest is taken: 128 where that divides the hidden size (llama-1b: 1.05 to 1.14 times its 64),
+dynamic quantization, whose fastest is taken: 128 where that divides the hidden size (llama-1b: 1.05 to 1.14 times its 64),
 else 64 (SmolLM2: prefill 1.1 times its 128); the default is 32.
 """
 
