@@ -62,6 +62,8 @@ ROWS = {
     "int8-sq": Row(1.05, {"precision": "int8-sq"}),
     "int4-g64": Row(1.12, {"precision": "int4", "group_size": 64}),
     "int4-g32": Row(1.08, {"precision": "int4", "group_size": 32}),
+    "int8 bf16": Row(1.02, {"precision": "int8", "compute_dtype": "bf16"}, "u8"),
+    "int4-g64 bf16": Row(1.12, {"precision": "int4", "group_size": 64, "compute_dtype": "bf16"}, "u8"),
     "kv:f16": Row(1.001, {}, "f16"),
     "kv:u8": Row(1.01, {}, "u8"),
     "kv:u8:u4": Row(1.01, {}, "u8:u4"),

@@ -41,7 +41,6 @@ def compile_engine(
     threads = len(os.sched_getaffinity(0))
     model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
     compute_dtype = config.compute_dtype or "f32"
-    require(compute_dtype)
     key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model, compute_dtype)
     scheme = scheme_of(config.precision)
     static = scheme.static if config.activation_scales == "auto" else config.activation_scales == "static"
