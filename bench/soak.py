@@ -2,9 +2,11 @@
 
     python bench/soak.py [--engine DIR] [--requests 10000] [--concurrency 16]
 
-Memory: a line through the resident set over the requests, with the 95 % confidence interval of its slope. The first fifth is left
-out: the KV pool becomes resident as its blocks are first used, so it is kept small enough to be used up by then. Latency: medians
-of the first and the last thousand. The client keeps two numbers per request, in arrays that exist from the start.
+Memory: a line through the resident set over the second half of the requests, with the 95 % confidence interval of its slope, from
+means of ten parts, since neighbouring samples of a set that grows by pages are not independent. What an engine takes once is not
+growth: a step of every length is run first, since each has kernels of its own, and the metrics are read with each sample, as a
+monitor does, since between two readings they keep up to 2,000 steps. Latency: medians of the first and the last thousand. The
+client keeps two numbers per request, in arrays that are resident from the start.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from common import add_engine_options, chosen_engine, facts, finish, random_prompts
+from common import add_engine_options, chosen_engine, facts, finish, random_prompts, run_closed_loop
 
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, Output
+from runtime.padding import padded_length
 from runtime.request import FinishReason, SamplingParams
 
 Floats = npt.NDArray[np.float64]
 SAMPLES = 200  # of the resident set
+PARTS, STUDENT_95 = 10, 2.306  # the quantile for PARTS - 2 degrees of freedom
 
 
 def resident_bytes() -> int:
@@ -33,12 +37,21 @@ def resident_bytes() -> int:
 
 
 def slope(x: Floats, y: Floats) -> tuple[float, float]:
-    """Of the least-squares line, and half the width of its 95 % confidence interval (1.96 standard errors)."""
+    """Of the least-squares line through the means of PARTS parts, and half the width of its 95 % confidence interval."""
+    x, y = (np.array([part.mean() for part in np.array_split(values, PARTS)]) for values in (x, y))
     centred = x - x.mean()
     value = float(centred @ (y - y.mean()) / (centred @ centred))
     residuals = y - y.mean() - value * centred
-    error = float(np.sqrt(residuals @ residuals / (len(x) - 2) / (centred @ centred)))
-    return value, 1.96 * error
+    error = float(np.sqrt(residuals @ residuals / (PARTS - 2) / (centred @ centred)))
+    return value, STUDENT_95 * error
+
+
+def meet_every_length(engine: Engine, most: int) -> int:
+    """Run a step of each length that up to `most` tokens are padded to. How many there are."""
+    lengths = sorted({padded_length(count) for count in range(1, most + 1)})
+    prompts = [random_prompts(1, length, engine.manifest.model.vocab_size, seed=length)[0] for length in lengths]
+    run_closed_loop(engine, prompts, SamplingParams(max_tokens=1), concurrency=1)
+    return len(lengths)
 
 
 def run(engine: Engine, options: argparse.Namespace) -> tuple[Floats, Floats, Floats]:
@@ -46,7 +59,7 @@ def run(engine: Engine, options: argparse.Namespace) -> tuple[Floats, Floats, Fl
     total = options.requests
     pool = random_prompts(64, options.prompt_tokens, engine.manifest.model.vocab_size, seed=1)
     params = SamplingParams(max_tokens=options.output_tokens, ignore_eos=True)
-    started, latency = np.zeros(total), np.zeros(total)
+    started, latency = np.full(total, np.nan), np.full(total, np.nan)
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     failures: list[str] = []
 
@@ -74,6 +87,7 @@ def run(engine: Engine, options: argparse.Namespace) -> tuple[Floats, Floats, Fl
             submit(submitted)
             submitted += 1
         if finished % every == 0:
+            engine.stats()
             counts.append(float(finished))
             resident.append(float(resident_bytes()))
     return latency, np.array(counts), np.array(resident)
@@ -91,9 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     directory = chosen_engine(options)
     with Engine.load(directory, RuntimeConfig(num_blocks=options.num_blocks, max_model_len=1024)) as engine:
+        num_lengths = meet_every_length(engine, options.concurrency * options.prompt_tokens)
         latency, counts, resident = run(engine, options)
         left = engine.stats()
-    late = counts > counts[-1] / 5
+    late = counts > counts[-1] / 2
     growth, interval = slope(counts[late], resident[late])
     part = max(1, min(1000, options.requests // 3))
     first, last = np.median(latency[:part]), np.median(latency[-part:])
@@ -105,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         num_blocks=options.num_blocks,
+        step_lengths=num_lengths,
         resident_mb={
             "first": round(resident[0] / 1e6, 1),
             "last": round(resident[-1] / 1e6, 1),
@@ -113,7 +129,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         growth_bytes_per_request=round(growth, 1),
         growth_interval_95=round(interval, 1),
         growth_within_noise=bool(growth - interval <= 0),
-        latency_ms={"first": round(1e3 * float(first), 3), "last": round(1e3 * float(last), 3), "compared": part},
+        latency_ms={
+            "first": round(1e3 * float(first), 3),
+            "last": round(1e3 * float(last), 3),
+            "compared": part,
+            "tenths": [round(1e3 * float(np.median(tenth)), 1) for tenth in np.array_split(latency, 10)],
+        },
         latency_ratio=round(float(last / first), 4),
         blocks_in_use_at_the_end=left.num_used_blocks,
         requests_left=left.num_running + left.num_waiting,

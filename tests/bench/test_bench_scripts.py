@@ -76,6 +76,7 @@ def test_a_static_batch_is_as_long_as_its_longest_sequence() -> None:
 def test_soak(script: Callable[..., dict[str, Any]]) -> None:
     line = script("soak", "--requests", 30, "--concurrency", 4, "--output-tokens", 2, "--num-blocks", 64)
     assert (line["blocks_in_use_at_the_end"], line["requests_left"], line["latency_ms"]["compared"]) == (0, 0, 10)
+    assert line["step_lengths"] == 31 + 4  # 2 to 32, then 40, 48, 56, 64: 4 prompts of 16 tokens at once
 
 
 def test_slope_and_its_interval() -> None:
