@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+_RESHAPES = ("Reshape", "Squeeze", "Unsqueeze")
+
 
 class NodeBuilder:
     """Inserts nodes before `anchor`, the first node of the graph by default."""
@@ -51,6 +53,11 @@ class NodeBuilder:
             return self.graph.initializers[name]
         return self.initializer(name, ir.tensor(np.array(value, dtype)))
 
+    def array(self, name: str, value: np.ndarray) -> ir.Value:
+        """An initializer of its own name."""
+        taken = sum(known.startswith(f"lowered.{name}") for known in self.graph.initializers)
+        return self.initializer(f"lowered.{name}.{taken}", ir.Tensor(value))
+
     def initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         tensor.name = name
         value = ir.Value(name=name, const_value=tensor, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype))  # type: ignore[arg-type]
@@ -65,3 +72,20 @@ def replace(node: ir.Node, new: ir.Value) -> None:
     ir.convenience.replace_all_uses_with(out, new)
     assert node.graph is not None
     node.graph.remove(node, safe=True)
+
+
+def unshaped(value: ir.Value) -> ir.Value:
+    """The same numbers in the same order before they were reshaped."""
+    while (node := value.producer()) is not None and node.op_type in _RESHAPES:
+        assert node.inputs[0] is not None
+        value = node.inputs[0]
+    return value
+
+
+def shorten_reshapes(graph: ir.Graph) -> None:
+    """A Reshape to a shape that is known reads what earlier ones read: each costs OpenVINO 1 to 2 µs of a step."""
+    for node in graph:
+        target = node.inputs[1].const_value if node.op_type == "Reshape" and node.inputs[1] is not None else None
+        if target is not None and 0 not in target.numpy():
+            assert node.inputs[0] is not None
+            node.replace_input_with(0, unshaped(node.inputs[0]))
