@@ -24,11 +24,11 @@ import onnx_ir as ir
 from builder import gate, model_zoo
 from builder.bundle import atomic_directory, check_apart, check_replaceable, disk_errors, make_directory, require_space
 from builder.cache import REMEDY as CACHE_REMEDY
-from builder.cache import canonical_entry, prune, remember_engine, touch
+from builder.cache import canonical_entry, prune, touch
 from builder.checkpoint import load_checkpoint, max_positions, num_weights, source_sha256
 from builder.config import BYTES_PER_WEIGHT, PRECISIONS, BuildConfig, canonical_key
 from builder.report import write_report
-from builder.reuse import copied, engine_at
+from builder.reuse import copied, engine_at, remember
 from builder.source import resolve
 from builder.stages import Stages, peak_rss_bytes
 from builder.staging import sweep
@@ -82,8 +82,6 @@ def _build(config: BuildConfig, stages: Stages) -> BuildResult:
         sha256 = source_sha256(source)
         key = config.key(sha256)
         if (report := engine_at(config.output, key)) is not None:
-            if config.use_cache:
-                remember_engine(key, config.output)
             return BuildResult(config.output, report, up_to_date=True)
         check_replaceable(config.output)
         if config.use_cache and (found := copied(config.output, key)) is not None:
@@ -97,7 +95,7 @@ def _build(config: BuildConfig, stages: Stages) -> BuildResult:
         spec = _read_spec(canonical)
         report = _finish(config, stages, canonical, spec, staging, key)
     if config.use_cache:
-        remember_engine(key, config.output)
+        remember(key, config.output)
     return BuildResult(config.output, report, up_to_date=False)
 
 
@@ -215,6 +213,7 @@ def _finish(config: BuildConfig, stages: Stages, canonical: Path, spec: ModelSpe
                 "kv_bytes_per_token": plan.kv_cache.bytes_per_token,
                 "max_model_len": max_model_len,
                 "kv_bytes_per_sequence": plan.kv_cache.bytes_per_token * max_model_len,
+                "unit_scales": config.kv_cache_scales == "unit",
             },
             "compiled": {
                 "activations": plan.activations,

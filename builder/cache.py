@@ -48,34 +48,26 @@ def prune(root: Path, *, keep: Path, max_bytes: int = MAX_BYTES) -> list[Path]:
     return dropped
 
 
-def remember_engine(key: str, engine: Path) -> None:
+def keep_engine(key: str, engine: Path, digest: str) -> None:
     """Nothing when the cache cannot be written: the engine is finished."""
     place = _engines() / key[:32]
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=place.parent, encoding="utf-8", delete=False) as file:
-            file.write(os.path.abspath(engine))
+            file.write(f"{digest}\n{os.path.abspath(engine)}")
         os.replace(file.name, place)
         for old in sorted(place.parent.iterdir(), key=lambda each: each.stat().st_mtime)[:-MAX_ENGINES]:
             old.unlink(missing_ok=True)
 
 
-def engine_with(key: str) -> Path | None:
-    """Where an engine of that key was last written."""
+def engine_with(key: str) -> tuple[Path, str] | None:
+    """Where an engine of that key was last written, and the digest that was kept with it."""
     try:
-        return Path((_engines() / key[:32]).read_text(encoding="utf-8"))
+        digest, _, engine = (_engines() / key[:32]).read_text(encoding="utf-8").partition("\n")
     except (OSError, ValueError):
         return None
+    return Path(engine), digest
 
 
 def _engines() -> Path:
     return cache_root() / "engines"
-
-
-def link_or_copy(source: str, target: str) -> str:
-    """As `copy_function` of shutil.copytree: a hard link where the file system has them between the two places."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-    return target

@@ -30,6 +30,7 @@ class Verdict:
     ppl_increase: float  # per cent
     mean_kl: float
     failures: tuple[str, ...]  # a phrase for each limit exceeded
+    exceeded: tuple[str, ...] = ()  # the options that set these limits
 
     @property
     def passed(self) -> bool:
@@ -40,12 +41,14 @@ def check(accuracy: Mapping[str, Any], limits: Limits) -> Verdict:
     """`accuracy` as in the manifest: fields of AccuracyReport."""
     increase = 100 * (accuracy["perplexity_ratio"] - 1)
     kl = accuracy["mean_kl"]
-    failures = []
+    failures, exceeded = [], []
     if not increase <= limits.max_ppl_increase:  # a NaN fails
         failures.append(f"perplexity rose by {increase:.2f} % (limit {limits.max_ppl_increase:g} %)")
+        exceeded.append("--max-ppl-increase")
     if limits.max_kl is not None and not kl <= limits.max_kl:
-        failures.append(f"mean KL divergence is {kl:.4f} (limit {limits.max_kl:g})")
-    return Verdict(increase, kl, tuple(failures))
+        failures.append(f"mean KL divergence is {kl:.4g} (limit {limits.max_kl:g})")
+        exceeded.append("--max-kl")
+    return Verdict(increase, kl, tuple(failures), tuple(exceeded))
 
 
 def worst(layers: Mapping[str, LayerReport], count: int = _SHOWN) -> list[tuple[str, LayerReport]]:
@@ -113,6 +116,7 @@ def refusal(
         fallback=fallback or not layers,  # none to raise
         available=available,
         unit_scales=unit_scales,
+        exceeded=verdict.exceeded,
     )
     return AccuracyGate(f"{text}; try {chosen[0]}, {chosen[1]}, or {chosen[2]}")
 
@@ -127,6 +131,7 @@ def remedies(
     fallback: bool,
     available: Sequence[str] | None = None,
     unit_scales: bool = False,
+    exceeded: Sequence[str] = ("--max-ppl-increase",),
 ) -> list[str]:
     """Three, the likeliest first: what the largest share of the loss points at. `available`: of this target; None: all."""
     found: list[str] = []
@@ -163,7 +168,7 @@ def remedies(
         found.append("--group-size 32")
     if wider:
         found.append(f"--precision {wider}")
-    found.append("a higher --max-ppl-increase, if the loss is acceptable")
+    found.append(f"a higher {' and '.join(exceeded)}, if the loss is acceptable")
     found.append("--calibration-data with text like the model's use")
     return found[:3]
 

@@ -106,7 +106,8 @@ def summary(report: Mapping[str, Any]) -> str:
     lines = [
         f"model       {model['name']} ({model['architecture']}, {model['num_parameters'] / 1e6:.1f} M parameters)",
         f"target      {report['target']}, precision {report['precision']}{_emulated(report)}{_arithmetic(report)}, "
-        f"KV cache {memory['key_dtype']}:{memory['value_dtype']}, block {memory['block_size']}",
+        f"KV cache {memory['key_dtype']}:{memory['value_dtype']}{' with scales of 1' if memory.get('unit_scales') else ''}, "
+        f"block {memory['block_size']}",
         f"weights     {weights['total_bytes'] / 1e6:.1f} MB: {_bytes_per_weight(weights)}",
         *(
             f"            {name:<11} {entry['bytes_per_weight']:.3f} bytes per weight ({entry['dtype']})"

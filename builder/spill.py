@@ -14,11 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from builder.bundle import OTHER_OUTPUT, disk_errors
+from builder.cache import REMEDY
+from runtime.contract import cache_root
+
 
 class Spill:
-    """Owns the file; arrays stay as they were put."""
+    """Owns the file; arrays stay as they were put.
+
+    Raises   OutOfDisk
+    """
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._remedy = REMEDY if cache_root() in directory.resolve().parents else OTHER_OUTPUT
         self._file = tempfile.TemporaryFile(dir=directory, prefix=".spill-")  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._end = 0
@@ -26,10 +35,11 @@ class Spill:
     def put(self, array: npt.NDArray) -> Spilled:
         begin = self._end
         view = _bytes(np.ascontiguousarray(array))
-        while view:
-            written = os.pwrite(self._file.fileno(), view, self._end)
-            self._end += written
-            view = view[written:]
+        with disk_errors(self._directory, self._remedy):
+            while view:
+                written = os.pwrite(self._file.fileno(), view, self._end)
+                self._end += written
+                view = view[written:]
         return Spilled(self, begin, array.dtype, array.shape)
 
     def read(self, begin: int, into: npt.NDArray) -> None:

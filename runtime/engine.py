@@ -28,6 +28,7 @@ from runtime.config import ResolvedConfig, RuntimeConfig, resolve
 from runtime.contract import TOKENIZER_DIR, Manifest, load_manifest
 from runtime.errors import InvalidRequest, QueueFull
 from runtime.executors import kv_cache_free_bytes, load_executor
+from runtime.executors.base import Executor
 from runtime.loop import Loop, TokenOutput
 from runtime.padding import padded_length
 from runtime.prompt import check_length, checked_ids
@@ -138,6 +139,7 @@ class Engine:
         roofline = LiveRoofline.load(Path(path), manifest)
         if roofline is not None:
             executor = roofline.attach(executor)
+        _check_step(resolved, executor)
         pool = BlockPool(executor.num_blocks, executor.block_size, enable_prefix_caching=resolved.enable_prefix_caching)
         scheduler = Scheduler(
             pool,
@@ -352,6 +354,17 @@ class Engine:
                 names.remove(sequence.request.request_id)
             if not names:
                 self._user_ids.pop(sequence.user_id, None)
+
+
+def _check_step(config: ResolvedConfig, executor: Executor) -> None:
+    """Raises InvalidRequest when a prompt could not be cut into parts that both fit a step and the executor takes."""
+    least = 2 * executor.min_prefill_tokens - 1
+    if config.max_num_batched_tokens < least:
+        executor.close()
+        raise InvalidRequest(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} is too small for this engine, which computes prompts in "
+            f"parts of at least {executor.min_prefill_tokens} tokens; raise it to at least {least}"
+        )
 
 
 def _pace(config: ResolvedConfig, manifest: Manifest) -> PromptPace | None:

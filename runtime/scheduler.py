@@ -90,7 +90,7 @@ class Scheduler:
         pace: PromptPace | None = None,
     ) -> None:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0 and policy in ("continuous", "static")
-        assert 1 <= min_prefill_tokens <= max_num_batched_tokens
+        assert min_prefill_tokens >= 1 and 2 * min_prefill_tokens - 1 <= max_num_batched_tokens  # any prompt can be cut
         self.pool = pool
         self.reuse = PrefixReuse(pool, min_prefill_tokens)
         self.max_num_seqs = max_num_seqs

@@ -20,6 +20,7 @@ Owned by the loop, not thread-safe. Pure arithmetic: knows no clocks, and the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -89,8 +90,10 @@ class StepCost:
         return base + per_token * self._padded(work.tokens) + per_pair * work.pairs + per_cached * work.cached
 
     def observe(self, rows: Iterable[tuple[int, int]], seconds: float) -> None:
-        """A step of rows (tokens before, new tokens) took so long."""
-        rows, seconds = list(rows), max(seconds, 1e-9)
+        """A step of rows (tokens before, new tokens) took so long; what no clock can have measured is left out."""
+        if not 0 < seconds < math.inf:
+            return
+        rows = list(rows)
         work = work_of(rows)
         sums = self._prompts if work.pairs else self._decodes
         if self.is_known and work.pairs and len(rows) > 1:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import errno
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from cpu_engines import fused, prompt
 
-from builder import cache, calibration
+from builder import calibration
 from builder.build import build
 from builder.config import BuildConfig
 from builder.observe import SAMPLE_ROWS, TensorStats, observe
 from builder.quantize import layer_inputs
+from builder.spill import Spill
 from plugins.paged_attention.op import attach_functions
+from runtime.errors import OutOfDisk
 
 CONTEXT = 40
 TINY_LLAMA = Path(__file__).resolve().parents[1] / "models" / "tiny-llama"
@@ -87,30 +89,14 @@ def test_a_build_with_unchanged_inputs_calibrates_nothing(tmp_path: Path, monkey
     assert len(calls) == 1
 
 
-def test_the_same_engine_elsewhere_is_a_copy_while_the_first_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = BuildConfig(str(TINY_LLAMA), tmp_path / "engine", precision="fp32", eval_tokens=0)
-    first = build(config, quiet=True)
-    assert not first.up_to_date and first.copied_from is None
-    second = build(dataclasses.replace(config, output=tmp_path / "second"), quiet=True)
-    assert second.up_to_date and second.copied_from == tmp_path / "engine"
-    assert second.report == json.loads(json.dumps(first.report))
-    weights = [tmp_path / name / "plan" / "weights.bin" for name in ("engine", "second")]
-    assert os.path.samefile(*weights)  # a link costs no disk
-    assert {each.name for each in (tmp_path / "second").iterdir()} == {each.name for each in (tmp_path / "engine").iterdir()}
-    assert not build(dataclasses.replace(config, output=tmp_path / "third", use_cache=False), quiet=True).up_to_date
-    weights[1].unlink()
-    weights[1].write_bytes(weights[0].read_bytes()[:-1] + b"?")  # the last one written is damaged
-    assert not build(dataclasses.replace(config, output=tmp_path / "fourth"), quiet=True).up_to_date
-    shutil.rmtree(tmp_path / "fourth")  # gone
-    assert not build(dataclasses.replace(config, output=tmp_path / "fifth"), quiet=True).up_to_date
-    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+def test_a_full_disk_under_set_aside_arrays_names_that_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-
-def test_as_many_engines_are_remembered_as_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "MAX_ENGINES", 2)
-    for number in range(3):
-        cache.remember_engine(f"key{number}", Path(f"/e{number}"))
-        os.utime(cache.cache_root() / "engines" / f"key{number}", (number, number))
-    assert [cache.engine_with(f"key{number}") for number in range(3)] == [None, Path("/e1"), Path("/e2")]
+    place = tmp_path / "forgeline" / "canonical"
+    place.mkdir(parents=True)
+    spill = Spill(place)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OutOfDisk, match=f"the disk of {place} is full.*XDG_CACHE_HOME"):
+        spill.put(np.zeros(3))

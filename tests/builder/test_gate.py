@@ -39,7 +39,10 @@ def test_limits_are_inclusive_and_named() -> None:
     assert gate.check(accuracy(1.05 - 1e-9, 0.1), limits).passed
     assert gate.check(accuracy(0.9), limits).passed
     verdict = gate.check(accuracy(1.0712, 0.25), limits)
-    assert verdict.failures == ("perplexity rose by 7.12 % (limit 5 %)", "mean KL divergence is 0.2500 (limit 0.1)")
+    assert verdict.failures == ("perplexity rose by 7.12 % (limit 5 %)", "mean KL divergence is 0.25 (limit 0.1)")
+    assert verdict.exceeded == ("--max-ppl-increase", "--max-kl")
+    refusal = gate.refusal("bf16", "f16", "f16", gate.check(accuracy(1.0, 0.25), limits), {}, {}, static=False, fallback=False)
+    assert "a higher --max-kl, if" in str(refusal) and "--max-ppl-increase" not in str(refusal)
     assert not gate.check(accuracy(float("nan")), limits).passed
     assert gate.check(accuracy(1.0, 99.0), gate.Limits()).passed
 

@@ -258,3 +258,13 @@ def test_llm_streams_and_chats(tiny_engine: Callable[[str], Path]) -> None:
         assert llm.chat([{"role": "user", "content": "Who art thou?"}], params).num_prompt_tokens > 4
         with pytest.raises(InvalidRequest, match="unknown runtime option 'max_seqs'"):
             LLM(tiny_engine("fp32"), max_seqs=4)
+
+
+def test_a_step_too_small_to_cut_prompts_in_two_is_refused_at_load(tiny_engine: Callable[[str], Path]) -> None:
+    directory = tiny_engine("int8")
+    with pytest.raises(InvalidRequest, match=r"max_num_batched_tokens=2 .* parts of at least 2 tokens; raise it to at least 3"):
+        Engine.load(directory, RuntimeConfig(max_num_seqs=2, max_num_batched_tokens=2))
+    with Engine.load(directory, RuntimeConfig(max_num_seqs=2, max_num_batched_tokens=3)) as smallest:
+        for length in (1, 2, 3, 4, 5):
+            outputs = collect(smallest, list(range(5, 5 + length)), SamplingParams(max_tokens=3, ignore_eos=True))
+            assert outputs[-1].num_output_tokens == 3
