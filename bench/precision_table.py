@@ -184,13 +184,15 @@ def write(file: Path, table: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rows", default=",".join(ROWS), help="names, separated by commas; empty: none, only --write")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"empty: none, only --write; of {', '.join(ROWS)}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between the markers of a Markdown file")
     arguments = parser.parse_args()
+    if unknown := set(filter(None, arguments.rows.split(","))) - ROWS.keys():
+        parser.error(f"no row is called {', '.join(sorted(unknown))}; rows are {', '.join(ROWS)}")
     bench = Bench(arguments.model, arguments.tokens, arguments.threads)
     kept = OUT / f"precision-{arguments.model}-{len(bench.tokens)}"
     kept.mkdir(parents=True, exist_ok=True)
