@@ -199,6 +199,8 @@ class TritonPythonModel:
         period = self.options.cancellation_check_period_ms / 1e3
         pause = period
         while not self.closing.wait(pause):
+            if os.getppid() != self.server_pid:
+                end_orphan()
             if not self.engine.is_healthy():
                 self._die()
             with self.lock:
@@ -237,8 +239,6 @@ class TritonPythonModel:
             if idle:
                 self.became_idle.clear()
                 self.closing.wait(0.005)  # the loop frees the last request's blocks after its last output
-            if os.getppid() != self.server_pid:
-                end_orphan()
             try:
                 self.metrics.update(self.engine.stats(), {"cpu": _resident_bytes(), "gpu": 0, "pinned": 0})
             except Exception:

@@ -69,5 +69,6 @@ def test_every_figure_that_was_promised_has_a_row() -> None:
     limits = {name: row.limit for name, row in ROWS.items() if row.limit is not None}
     assert limits == {
         "int8-wo": 1.01, "int8": 1.02, "fp8": 1.03, "int8-sq": 1.05, "int4-g64": 1.12, "int4-g32": 1.08,
+        "int8 bf16": 1.02, "int4-g64 bf16": 1.12,
         "kv:f16": 1.001, "kv:u8": 1.01, "kv:u8:u4": 1.01, "kv:f8": 1.01, "kv:bf16:f8": 1.005,
     }  # fmt: skip

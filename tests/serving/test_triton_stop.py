@@ -43,6 +43,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture
+def without_metrics(repository: Path, tmp_path: Path) -> Path:
+    """The same model: the stub holds the interpreter's lock until the server has taken a metric in, or for ever when it died."""
+    config = (repository / "llm" / "config.pbtxt").read_text(encoding="utf-8")
+    engine = re.search(r'"engine_dir" value \{ string_value: "([^"]+)"', config)
+    assert engine is not None
+    deploy(engine[1], tmp_path / "without_metrics", "llm", options={"num_threads": "1", "stats_check_period_ms": "600000"})
+    return tmp_path / "without_metrics"
+
+
 class Serving:
     """`runtime serve` in a process group and a temporary directory of its own."""
 
@@ -103,8 +113,8 @@ class Serving:
 def serve(repository: Path, tmp_path: Path) -> Iterator[Any]:
     started: list[Serving] = []
 
-    def start(drain_timeout_s: float) -> Serving:
-        started.append(Serving(repository, tmp_path, drain_timeout_s))
+    def start(drain_timeout_s: float, place: Path = repository) -> Serving:
+        started.append(Serving(place, tmp_path, drain_timeout_s))
         return started[-1]
 
     yield start
@@ -224,8 +234,8 @@ def test_the_second_ctrl_c_ends_at_once(serve: Any) -> None:
     serving.check_that_nothing_is_left()
 
 
-def test_no_backend_stays_when_its_server_and_the_supervisor_are_killed(serve: Any) -> None:
-    serving = serve(3000)
+def test_no_backend_stays_when_its_server_and_the_supervisor_are_killed(serve: Any, without_metrics: Path) -> None:
+    serving = serve(3000, without_metrics)
     (server,) = [pid for pid, line in serving.processes().items() if "model.py" not in line]
     with eight_streams(serving) as ends:
         serving.process.kill()
