@@ -3,8 +3,8 @@ finished engines are, so that the same engine in another place is a copy.
 
 Place    $XDG_CACHE_HOME/forgeline/canonical/<key>, oldest entries dropped past `max_bytes`
 Entry    model.onnx + weights.bin, spec.json (ModelSpec), fusion.json, tokenizer/; written atomically, safe between processes
-Engines  $XDG_CACHE_HOME/forgeline/engines/<key>: a path, the last MAX_ENGINES of them; whether it still is that engine is for the
-         reader to check
+Engines  $XDG_CACHE_HOME/forgeline/engines/<key>: a digest and a path, the last MAX_ENGINES of them; whether it still is
+         that engine is for the reader to check
 """
 
 from __future__ import annotations

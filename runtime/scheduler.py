@@ -196,8 +196,8 @@ class Scheduler:
         decodes = [request for request in self.running if request.num_tokens - request.num_computed_tokens == 1]
         prefills = [request for request in self.running if request.num_tokens - request.num_computed_tokens != 1]
         num_prompts = min(len(prefills) + len(self.waiting), self.max_num_seqs - len(decodes))
-        computed = [request.num_computed_tokens for request in decodes]
-        step = _Step(self.max_num_batched_tokens, self.pace.begin(computed, num_prompts) if self.pace is not None else None)
+        allowance = self.pace.begin([each.num_computed_tokens for each in decodes], num_prompts) if self.pace else None
+        step = _Step(self.max_num_batched_tokens, allowance)
         for request in decodes + prefills:
             if request not in step.preempted and (count := self._chunk(request, step)):
                 count = self._reserve(request, count, step)

@@ -392,9 +392,7 @@ def test_a_quantization_without_its_numbers(stored: Any, tmp_path: Path) -> None
     ]:
         config = json.loads((ql.TINY_LLAMA / "config.json").read_text()) | {"quantization_config": quantization}
         directory = tmp_path / quantization["quant_method"]
-        directory.mkdir()
-        for file in ql.TINY_LLAMA.iterdir():
-            (directory / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(ql.TINY_LLAMA, directory)
         (directory / "config.json").write_text(json.dumps(config))
         with pytest.raises(CorruptCheckpoint) as error:
             source_sha256(str(directory))
