@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 log = logging.getLogger("forgeline.control")
 
@@ -34,25 +34,23 @@ def control_path(prefix: str, pid: int) -> Path:
     return SHARED_MEMORY / f"{prefix}control-{pid}"
 
 
-def own_control_path() -> Path | None:
-    """Where this backend process is to listen; None when no supervisor started it."""
+def own_prefix() -> str | None:
+    """What the names of this backend's shared memory begin with; None when no supervisor started its server."""
     for argument in Path("/proc/self/cmdline").read_bytes().split(b"\0"):
         if found := _PREFIX.match(argument):
-            return control_path(found[1].decode(), os.getpid())
+            return found[1].decode()
     return None
+
+
+def own_control_path() -> Path | None:
+    """Where this backend process is to listen; None when no supervisor started it."""
+    prefix = own_prefix()
+    return control_path(prefix, os.getpid()) if prefix is not None else None
 
 
 def remove_shared_memory(prefix: str) -> None:
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         region.unlink(missing_ok=True)
-
-
-def end_orphan() -> NoReturn:
-    """End this backend process and remove what its server left; a supervisor would have done so by now."""
-    path = own_control_path()
-    if path is not None:
-        remove_shared_memory(path.name.rpartition("control-")[0])
-    os._exit(1)
 
 
 class Drainable(Protocol):

@@ -9,8 +9,7 @@ Cancel    a closed stream, gRPC cancel or HTTP disconnect is seen within `cancel
           `stop` true cancels the one of the same id
 Stop      `drain`: new requests are refused, running ones may finish for a while, what is left then ends with an error
 Death     when the engine's loop dies the live requests get an error and the process ends, so that the supervisor restarts it.
-          When the server is gone this process ends as well: what it sends is never taken, and metrics wait for that without
-          letting go of the GIL, so the metrics thread looks first
+          When the server is gone a shell beside this process ends it, for a thread may be unable to (orphan.py)
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from runtime.contract import load_manifest
 from runtime.engine import Engine
 from runtime.errors import ForgelineError, InvalidRequest, QueueFull, UnsupportedFeature
 from runtime.metrics import EngineMetrics, TritonRegistry
-from runtime.serving.control import ControlServer, end_orphan, own_control_path
+from runtime.serving.control import ControlServer, own_control_path
 from runtime.serving.options import ENGINE_DIR, parse_options, runtime_config
+from runtime.serving.orphan import OrphanWatcher
 from runtime.serving.requests import INPUT_NAMES, Defaults, decode, is_stop
 from runtime.serving.responses import CLIENT, SHUTDOWN, SHUTTING_DOWN, STOP, TIMEOUT, Reply, Tensors
 
@@ -69,11 +69,11 @@ class TritonPythonModel:
             skip_special_tokens=self.options.skip_special_tokens,
         )
         self.tensors = Tensors(pb_utils, batched)
+        self.orphan_watcher = OrphanWatcher.of_this_process()  # before the first call that waits for the server
         self.metrics = EngineMetrics(TritonRegistry(pb_utils), {"model": args["model_name"], "version": args["model_version"]})
         self.live: dict[Reply, str] = {}  # → the client's request id
         self.lock = threading.Lock()
         self.engine_ids = itertools.count()
-        self.server_pid = os.getppid()
         self.draining = False
         self.drain_deadline = math.inf
         self.closing = threading.Event()
@@ -105,6 +105,7 @@ class TritonPythonModel:
         self.engine.close()
         self.metrics.close()
         self.tensors.small.cache_clear()
+        self.orphan_watcher.stop()
 
     def drain(self, timeout_s: float) -> int:
         with self.lock:
@@ -199,8 +200,6 @@ class TritonPythonModel:
         period = self.options.cancellation_check_period_ms / 1e3
         pause = period
         while not self.closing.wait(pause):
-            if os.getppid() != self.server_pid:
-                end_orphan()
             if not self.engine.is_healthy():
                 self._die()
             with self.lock:

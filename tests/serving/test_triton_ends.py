@@ -161,22 +161,3 @@ def test_a_dead_engine_ends_the_requests_and_the_process(make_model: Make, monke
     model.engine.healthy = False
     assert exited.wait(5)
     assert sender.only_error().message == "the engine failed while the request ran; send it again"
-
-
-def test_a_backend_whose_server_is_gone_ends_before_it_sends_metrics(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    ended = threading.Event()
-    updates: list[bool] = []
-
-    def end() -> None:
-        ended.set()
-        model.closing.wait(0.05)  # in place of the end
-
-    monkeypatch.setattr(triton, "end_orphan", end)
-    assert not ended.wait(0.05)
-    monkeypatch.setattr(model.metrics, "update", lambda *_: updates.append(ended.is_set()))
-    monkeypatch.setattr(triton.os, "getppid", lambda: 1)
-    before = len(updates)
-    assert ended.wait(5)
-    wait_until(lambda: True in updates)
-    assert updates[before:].count(False) <= 1  # one may have been under way

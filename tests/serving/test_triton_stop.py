@@ -23,6 +23,7 @@ import pytest
 from triton_client import Stream, post, wait_until
 
 from builder.deploy import deploy
+from runtime.serving.orphan import NAME
 
 pytestmark = pytest.mark.triton
 
@@ -44,13 +45,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def without_metrics(repository: Path, tmp_path: Path) -> Path:
-    """The same model: the stub holds the interpreter's lock until the server has taken a metric in, or for ever when it died."""
+def always_in_a_call(repository: Path, tmp_path: Path) -> Path:
+    """The same model, most of the time in a call that waits for the server with the interpreter's lock held."""
     config = (repository / "llm" / "config.pbtxt").read_text(encoding="utf-8")
     engine = re.search(r'"engine_dir" value \{ string_value: "([^"]+)"', config)
     assert engine is not None
-    deploy(engine[1], tmp_path / "without_metrics", "llm", options={"num_threads": "1", "stats_check_period_ms": "600000"})
-    return tmp_path / "without_metrics"
+    deploy(engine[1], tmp_path / "always", "llm", options={"num_threads": "1", "stats_check_period_ms": "1"})
+    return tmp_path / "always"
 
 
 class Serving:
@@ -97,11 +98,22 @@ class Serving:
                     found[int(entry)] = line
         return found
 
+    def watchers(self) -> list[int]:
+        """Shells that would end an orphaned backend of this server."""
+        found = []
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                line = Path("/proc", entry, "cmdline").read_text().split("\0") if entry.isdigit() else []
+                if NAME in line and f"/dev/shm/{self.shm_prefix}" in line:
+                    found.append(int(entry))
+        return found
+
     def shared_memory(self) -> list[str]:
         return [name for name in os.listdir("/dev/shm") if name.startswith(self.shm_prefix)]
 
     def check_that_nothing_is_left(self) -> None:
-        assert self.processes() == {} and self.shared_memory() == [] and list(self.temporary.iterdir()) == []
+        assert self.processes() == {} and self.watchers() == [] and self.shared_memory() == []
+        assert list(self.temporary.iterdir()) == []
 
     def check_that_triton_ended_well(self) -> None:
         log = self.log.read_text()
@@ -234,14 +246,15 @@ def test_the_second_ctrl_c_ends_at_once(serve: Any) -> None:
     serving.check_that_nothing_is_left()
 
 
-def test_no_backend_stays_when_its_server_and_the_supervisor_are_killed(serve: Any, without_metrics: Path) -> None:
-    serving = serve(3000, without_metrics)
+def test_no_backend_stays_when_its_server_and_the_supervisor_are_killed(serve: Any, always_in_a_call: Path) -> None:
+    serving = serve(3000, always_in_a_call)
     (server,) = [pid for pid, line in serving.processes().items() if "model.py" not in line]
     with eight_streams(serving) as ends:
+        assert len(serving.watchers()) == 1
         serving.process.kill()
         os.kill(server, signal.SIGKILL)
         assert {end.result(timeout=60) for end in ends} & {"length", SHUTTING_DOWN} == set()
-    wait_until(lambda: serving.processes() == {} and serving.shared_memory() == [], timeout=60)
+    wait_until(lambda: serving.processes() == {} and serving.watchers() == [] and serving.shared_memory() == [], timeout=60)
 
 
 def test_ready_is_said_again_after_a_restart_and_an_idle_stop_is_clean(serve: Any) -> None:
