@@ -35,8 +35,9 @@ E2E_BUCKETS = (
 )  # fmt: skip
 LENGTH_BUCKETS = (10.0, 50.0, 100.0, 500.0, 1000.0, 5000.0, 10000.0, 50000.0, 100000.0)
 
-# Gaps are one per streamed chunk; beyond this many in one update a uniform sample of them is observed.
-MAX_GAPS_PER_UPDATE = 200
+# Gaps are one per streamed chunk; beyond this many in one update a uniform sample of them is observed, for beside 32 streams each
+# observation takes 45 µs with the interpreter's lock held: an update took 6.4 ms when it observed all 118 gaps, and takes 1.9 ms.
+MAX_GAPS_PER_UPDATE = 16
 
 
 class Gauge(Protocol):
