@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from builder import plan_command
-from builder.config import ACTIVATION_SCALES, COMPUTE_DTYPES, KV_CACHE_SCALES, METHODS, PRECISIONS, TARGETS, BuildConfig
+from builder.config import (
+    ACTIVATION_SCALES,
+    COMPUTE_DTYPES,
+    CPU_KERNELS,
+    KV_CACHE_SCALES,
+    METHODS,
+    PRECISIONS,
+    TARGETS,
+    BuildConfig,
+)
 from builder.quantize.kv_dtypes import canonical
 from builder.termination import EXIT_STATUS, Terminated, sigterm_raises
 from builder.trtllm_flags import translate
@@ -38,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--kv-cache-dtype", type=_kv_dtype, default="auto", help="auto: by precision; or KEYS:VALUES")
     build.add_argument(
         "--compute-dtype", choices=COMPUTE_DTYPES, help="cpu: bf16 is faster, but tokens may depend on the batch; default: f32"
+    )
+    build.add_argument(
+        "--cpu-kernels",
+        choices=CPU_KERNELS,
+        default="auto",
+        help="cpu, of quantized layers; auto: forgeline's own with a C++ compiler and AVX512-VNNI, else OpenVINO's",
     )
     build.add_argument(
         "--kv-cache-scales",
@@ -133,6 +148,7 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
         kv_cache_dtype=arguments.kv_cache_dtype,
         kv_cache_scales=arguments.kv_cache_scales,
         compute_dtype=arguments.compute_dtype,
+        cpu_kernels=arguments.cpu_kernels,
         group_size=arguments.group_size,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,

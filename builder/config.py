@@ -24,10 +24,12 @@ BYTES_PER_WEIGHT = {
 }  # fmt: skip
 _TARGET_PACKAGES = {"cpu": "openvino", "tensorrt": "tensorrt_cu13", "tensorrt-rtx": "tensorrt_rtx_cu13"}
 COMPUTE_DTYPES = ("f32", "bf16")
+CPU_KERNELS = ("auto", "forgeline", "openvino")  # of quantized layers
 METHODS = ("max", "percentile", "mse", "entropy")  # of choosing a static range
 ACTIVATION_SCALES = ("auto", "dynamic", "static")
 KV_CACHE_SCALES = ("calibrated", "unit")
 _NOT_IN_KEY = ("source", "output", "use_cache", "timing_cache")  # options that do not change the engine
+_CODE = (".py", ".cpp", ".h")
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "openvino", "numpy")
 
 
@@ -40,6 +42,7 @@ class BuildConfig:
     kv_cache_dtype: str = "auto"
     kv_cache_scales: str = "calibrated"  # of f8 keys and values; unit: 1, as servers have it that were given none
     compute_dtype: str | None = None  # cpu only: f32 or bf16; None: f32
+    cpu_kernels: str = "auto"  # cpu only: forgeline, openvino; auto: forgeline's own where they can be compiled
     group_size: int | None = None  # int4 only; None: the largest of 128, 64, 32 that divides every layer's width
     max_model_len: int | None = None  # None: what the model was trained for, at most 8192
     max_num_seqs: int = 32
@@ -78,6 +81,12 @@ class BuildConfig:
                 if given:
                     raise BuildError(f"--{name} is for the TensorRT targets, not for --target cpu; leave it out")
         self._check_compute_dtype()
+        if self.cpu_kernels not in CPU_KERNELS:
+            raise BuildError(f"unknown --cpu-kernels {self.cpu_kernels!r}; choose one of {', '.join(CPU_KERNELS)}")
+        if self.cpu_kernels != "auto" and self.target != "cpu":
+            raise BuildError(
+                f"--cpu-kernels {self.cpu_kernels} is for --target cpu, not for --target {self.target}; leave it out"
+            )
         if not 0 <= self.optimization_level <= 5:
             raise BuildError(f"--optimization-level is {self.optimization_level} but must be from 0 to 5")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "group_size", "workspace"):
@@ -166,6 +175,10 @@ class BuildConfig:
             del options[name]
         options["calibration_data"] = content_sha256(self.calibration_data)
         options["target_library"] = _version(_TARGET_PACKAGES[self.target])
+        if self.target == "cpu" and self.cpu_kernels != "openvino":
+            from plugins.quantized_matmul import native  # needs openvino
+
+            options["cpu_kernels"] = native.why_not() or native.identity()
         return _digest({"source": source_sha256, "options": options, "code": code_sha256("builder", "plugins", "runtime")})
 
 
@@ -209,7 +222,7 @@ def code_sha256(*parts: str) -> str:
     digest = hashlib.sha256()
     for part in parts:
         place = root / part
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for file in sorted(file for file in place.rglob("*") if file.suffix in _CODE) if place.is_dir() else [place]:
             digest.update(str(file.relative_to(root)).encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -3,6 +3,7 @@
     plan/canonical.onnx   the quantized canonical graph with its functions; the reference executor runs it
     plan/model.onnx       the lowered graph
     plan/weights.bin      weights of both, memory-mapped
+    plan/kernels.so       kernels of our own for quantized layers, compiled here (plugins/quantized_matmul); OpenVINO's without it
 
 Arithmetic is f32 (integers where layers are quantized), also for bf16 weights: they take two bytes in the file and are widened on
 loading. bf16 arithmetic (`--compute-dtype bf16`) is faster, but its results change with the shape of the batch, so
@@ -25,16 +26,18 @@ import onnx_ir as ir
 import openvino as ov
 
 from builder.quantize.kv_dtypes import parse_pair
-from builder.targets import openvino_check
+from builder.targets import openvino_check, openvino_matmul
 from builder.targets.openvino_lower import DECOMPOSED, attention_mode, lower, unsupported_attention
 from builder.targets.openvino_quantize import lower_rounding
 from plugins.paged_attention import openvino as paged
 from plugins.paged_attention.op import PAGED_ATTENTION, attach_functions
+from plugins.quantized_matmul import openvino as quantized
 from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
 from runtime.errors import BuildError, UnsupportedModel
 
 _WIDE_KV = {"f32": "f16", "bf16": "bf16"}  # by the type it computes in: for weights of two bytes
 _WEIGHTS = "weights.bin"
+_LIBRARY = "kernels.so"
 _PAGE = 4096  # bytes: mapped tensors start on a page
 
 
@@ -99,11 +102,14 @@ def build_plan(
     value_dtype: str,
     precision: str,
     compute_dtype: str = "f32",
+    kernels: str = "openvino",
+    use_cache: bool = True,
     num_threads: int = 1,
 ) -> PlanResult:
     """Write the plan into `plan_dir` (the bundle's plan directory) and check what OpenVINO makes of it.
 
-    `canonical` is fused and quantized; it is left as it was, apart from functions attached to it.
+    `canonical` is fused and quantized; it is left as it was, apart from functions attached to it. `kernels`: openvino or forgeline,
+    for the layers whose inputs are rounded to int8 while they run; without any the plan has none of ours.
     """
     plan_dir.mkdir(parents=True, exist_ok=True)
     attach_functions(canonical)
@@ -112,6 +118,10 @@ def build_plan(
     lowered = ir.load(path)  # its weights refer to the file just written
     rounding = lower_rounding(lowered)
     facts = lower(lowered)
+    own = openvino_matmul.lower_matmuls(lowered, rounding.group_size) if kernels == "forgeline" and rounding.group_size else 0
+    library = plan_dir / _LIBRARY if own else None
+    if library is not None:
+        openvino_matmul.library(library, use_cache=use_cache)
     want = openvino_check.expected(lowered.graph, facts.rotary)
     ir.save(lowered, plan_dir / "model.onnx")
     del lowered
@@ -128,6 +138,8 @@ def build_plan(
     )
     assert compute_dtype == "f32" or not rounding.emulated, f"{rounding.emulated} would be emulated in {compute_dtype}"
     start = time.perf_counter()
+    if library is not None:
+        quantized.add_to(core, library)
     compiled = core.compile_model(paged.read_model(core, plan_dir / "model.onnx"), "CPU", options)
     compile_ms = (time.perf_counter() - start) * 1e3
     runtime_types = openvino_check.check(compiled, want, compute_dtype)
@@ -135,7 +147,11 @@ def build_plan(
     assert stored <= {key_dtype, value_dtype}, f"OpenVINO stores the KV cache as {stored}, not as {key_dtype}, {value_dtype}"
     layout = paged.LAYOUT_PLAIN if facts.mode == DECOMPOSED else paged.LAYOUT_PAGED
     return PlanResult(
-        plan={"model": f"{PLAN_DIR}/model.onnx", "canonical": f"{PLAN_DIR}/canonical.onnx"},
+        plan={
+            "model": f"{PLAN_DIR}/model.onnx",
+            "canonical": f"{PLAN_DIR}/canonical.onnx",
+            **({"kernels": f"{PLAN_DIR}/{_LIBRARY}"} if own else {}),
+        },
         kv_cache=KVSpec(key_dtype, value_dtype, paged.BLOCK_SIZE, layout, _bytes_per_token(compiled, spec)),
         libraries={paged.LIBRARY: paged.library_version()},
         weight_bytes=(plan_dir / _WEIGHTS).stat().st_size,
@@ -145,6 +161,7 @@ def build_plan(
             "arithmetic": f"f32, emulating {rounding.emulated}" if rounding.emulated else compute_dtype,
             "weights_widened_on_load": precision == "bf16",
             "dynamic_quantization_group_size": group_size,
+            "kernels": "forgeline" if own else "openvino",
         },
         runtime_types=runtime_types,
         compile_ms=compile_ms,

@@ -18,6 +18,7 @@ from builder.quantized.grid import Origin
 from builder.stages import Stages
 from builder.targets.compiled import Compiled
 from builder.targets.openvino import build_plan, check_kv_dtype, require, resolve_kv_dtype
+from builder.targets.openvino_matmul import resolve
 from runtime.contract import PLAN_DIR, TOKENIZER_DIR, Manifest, ModelSpec
 from runtime.errors import BuildError
 from runtime.executors.base import Executor
@@ -31,6 +32,7 @@ def check_options(config: BuildConfig) -> None:
     """What can be refused before there is a graph."""
     compute_dtype = config.compute_dtype or "f32"
     require(compute_dtype)
+    resolve(config.cpu_kernels, compute_dtype)
     if config.kv_cache_dtype not in ("f32", "f32:f32"):  # which a model with its attention unfused has whatever it computes in
         check_kv_dtype(config.kv_cache_dtype, compute_dtype)
 
@@ -41,6 +43,7 @@ def compile_engine(
     threads = len(os.sched_getaffinity(0))
     model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
     compute_dtype = config.compute_dtype or "f32"
+    kernels, without = resolve(config.cpu_kernels, compute_dtype)
     key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model, compute_dtype)
     scheme = scheme_of(config.precision)
     static = scheme.static if config.activation_scales == "auto" else config.activation_scales == "static"
@@ -69,8 +72,12 @@ def compile_engine(
             value_dtype=value_dtype,
             precision=config.precision,
             compute_dtype=compute_dtype,
+            kernels=kernels,
+            use_cache=config.use_cache,
             num_threads=threads,
         )
+    if without and plan.activations == "int8":
+        stages.note(f"OpenVINO's kernels, not forgeline's own: {without}")
     if plan.emulated:
         stages.note(
             f"{plan.activations} arithmetic is emulated on the cpu target: it judges accuracy and says nothing about speed"

@@ -21,6 +21,8 @@ from pathlib import Path
 import openvino as ov
 
 from plugins.paged_attention import openvino as paged
+from plugins.quantized_matmul import openvino as quantized
+from plugins.quantized_matmul.native import missing_cpu_flags
 from runtime import contract
 from runtime.batch import StepInputs
 from runtime.contract import Manifest, check_library
@@ -115,6 +117,8 @@ def _compile(path: Path, manifest: Manifest, compute_dtype: str, num_threads: in
             "the engine computes in bf16, which this CPU lacks; run it on a CPU with AVX512-BF16 or AMX, "
             "or rebuild it with --compute-dtype f32"
         )
+    if "kernels" in manifest.plan:
+        _add_kernels(core, path.parent.parent / manifest.plan["kernels"])
     options = paged.compile_options(
         key_dtype=manifest.kv_cache.key_dtype,
         value_dtype=manifest.kv_cache.value_dtype,
@@ -130,6 +134,19 @@ def _compile(path: Path, manifest: Manifest, compute_dtype: str, num_threads: in
         raise EngineError(f"OpenVINO cannot compile {path} ({reason}); rebuild the engine") from error
     assert paged.computes_in(compiled) == compute_dtype, f"OpenVINO computes in {paged.computes_in(compiled)}"
     return compiled
+
+
+def _add_kernels(core: ov.Core, library: Path) -> None:
+    if missing := missing_cpu_flags():
+        raise ManifestMismatch(
+            f"the engine's kernels need {', '.join(missing)}, which this CPU lacks; run it on a CPU with AVX512-VNNI, or rebuild it "
+            "with --cpu-kernels openvino"
+        )
+    try:
+        quantized.add_to(core, library)
+    except (OSError, AttributeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise EngineError(f"{library} cannot be loaded ({reason}); rebuild the engine on this machine") from error
 
 
 def _output_of(pool: str) -> str:

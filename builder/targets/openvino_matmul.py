@@ -1,0 +1,140 @@
+"""Quantized layers → forgeline::QuantizedMatMul, for the CPU kernels of plugins/quantized_matmul.
+
+    MatMul(x, Transpose(DequantizeLinear(weight, scale)))                         → QuantizedMatMul(x, weight, scale)
+    Split of it in halves a, b; a * Sigmoid(a) * b                                → the same node, gated
+
+Taken are layers whose inputs are rounded to int8 while they run. What has zero points, experts' matrices of three axes, or a width
+that is no multiple of 32 stays with OpenVINO.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+from builder.targets.openvino_build import NodeBuilder, replace
+from plugins.paged_attention.op import DOMAIN
+from plugins.quantized_matmul import native
+from plugins.quantized_matmul.openvino import GROUPS, LOWERED_OP
+from runtime.contract import cache_root
+from runtime.errors import BuildError
+
+_BITS = {ir.DataType.INT8: 8, ir.DataType.INT4: 4}
+_WIDTHS = 32  # the kernels take multiples
+
+
+def resolve(asked: str, compute_dtype: str) -> tuple[str, str]:
+    """forgeline or openvino, and why not forgeline where `auto` chose.  Raises  BuildError when forgeline's were asked for in vain."""
+    if asked == "openvino":
+        return "openvino", ""
+    reason = native.why_not() if compute_dtype == "f32" else f"they compute in f32, not in {compute_dtype}"
+    if not reason:
+        return "forgeline", ""
+    if asked == "forgeline":
+        raise BuildError(
+            f"--cpu-kernels forgeline is not available: {reason}; install g++ on a CPU with AVX512-VNNI and leave --compute-dtype "
+            "at f32, or choose --cpu-kernels openvino"
+        )
+    return "openvino", reason
+
+
+def library(path: Path, *, use_cache: bool) -> None:
+    """Write the compiled kernels to `path`.  Raises  BuildError with what the compiler said"""
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            kept = cached_library() if use_cache else Path(directory) / path.name
+            if not kept.is_file():
+                native.compile_library(kept)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(kept.read_bytes())
+    except (native.CompilerError, OSError, RuntimeError) as error:
+        raise BuildError(f"the CPU kernels cannot be compiled ({error}); build with --cpu-kernels openvino") from error
+
+
+def cached_library() -> Path:
+    """Where this version's library is kept once it is compiled, for the next engine.  Raises  RuntimeError without a home"""
+    return cache_root() / "kernels" / f"{native.identity()[:32]}{os.extsep}so"
+
+
+def lower_matmuls(model: ir.Model, input_group: int) -> int:
+    """In place; how many layers. `input_group`: values of a layer's input under one scale."""
+    count = 0
+    for node in list(model.graph):
+        layer = _quantized(node, input_group)
+        if layer is None:
+            continue
+        weight, scale, group = layer
+        assert weight.const_value is not None
+        outputs, width = weight.const_value.shape
+        gate = _gate_behind(node)
+        attributes = {
+            "outputs": outputs, "width": width, "bits": _BITS[weight.const_value.dtype], "group": group,
+            "input_group": input_group, "gated": int(gate is not None),
+        }  # fmt: skip
+        last = gate or node
+        name = last.outputs[0].name
+        new = NodeBuilder(model.graph, anchor=node).op(LOWERED_OP, [node.inputs[0], weight, scale], attributes, domain=DOMAIN)
+        replace(last, new)
+        new.name = name
+        producer = new.producer()
+        assert producer is not None
+        producer.name = name
+        count += 1
+    passes.RemoveUnusedNodesPass()(model)
+    return count
+
+
+def _quantized(node: ir.Node, input_group: int) -> tuple[ir.Value, ir.Value, int] | None:
+    """Weight, scale and the columns under one sum."""
+    transpose = _producer(node, 1, "Transpose") if node.op_type == "MatMul" else None
+    dequantize = _producer(transpose, 0, "DequantizeLinear") if transpose is not None else None
+    if dequantize is None or any(value is not None for value in dequantize.inputs[2:]):
+        return None
+    weight, scale = dequantize.inputs[:2]
+    assert weight is not None and scale is not None
+    if weight.const_value is None or scale.const_value is None or weight.const_value.dtype not in _BITS:
+        return None
+    shape = weight.const_value.shape
+    if len(shape) != 2 or shape[1] % _WIDTHS or scale.const_value.dtype != ir.DataType.FLOAT:
+        return None
+    per_scale = dequantize.attributes.get_int("block_size", 0)
+    group = next((size for size in GROUPS if input_group % size == 0 and (per_scale or size) % size == 0), None)
+    return None if group is None else (weight, scale, group)
+
+
+def _producer(node: ir.Node, index: int, op_type: str) -> ir.Node | None:
+    value = node.inputs[index]
+    found = value.producer() if value is not None else None
+    return found if found is not None and found.op_type == op_type else None
+
+
+def _gate_behind(node: ir.Node) -> ir.Node | None:
+    """The last Mul of silu(first half) * second half, when nothing else reads what lies between."""
+    split = _only_reader(node.outputs[0], "Split")
+    if split is None or len(split.outputs) != 2 or not _in_halves(split):
+        return None
+    gate, up = split.outputs
+    readers = {use.node.op_type: use.node for use in gate.uses()}
+    if set(readers) != {"Sigmoid", "Mul"} or len(list(gate.uses())) != 2:
+        return None
+    silu, product = readers["Mul"], _only_reader(readers["Mul"].outputs[0], "Mul")
+    if set(silu.inputs) != {gate, readers["Sigmoid"].outputs[0]} or len(list(readers["Sigmoid"].outputs[0].uses())) != 1:
+        return None
+    if product is None or set(product.inputs) != {silu.outputs[0], up} or len(list(up.uses())) != 1:
+        return None
+    return product
+
+
+def _in_halves(split: ir.Node) -> bool:
+    sizes = split.inputs[1].const_value if len(split.inputs) > 1 and split.inputs[1] is not None else None
+    equal = sizes is not None and len(set(sizes.numpy().tolist())) == 1
+    return equal and split.attributes.get_int("axis", 0) in (-1, 2)
+
+
+def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
+    uses = list(value.uses())
+    return uses[0].node if len(uses) == 1 and uses[0].node.op_type == op_type and not value.is_graph_output() else None

@@ -1,0 +1,317 @@
+#include "kernels.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include <oneapi/tbb/parallel_for.h>
+#include <oneapi/tbb/partitioner.h>
+#include <oneapi/tbb/task_arena.h>
+
+namespace forgeline {
+namespace {
+
+constexpr int LANES = 16;                // floats in a register
+constexpr int PANEL = 2 * LANES;         // outputs of a panel, as two registers
+constexpr int MAX_ROWS = 12;             // of a tile: 24 registers of sums, 2 of weights, 2 of inputs
+constexpr int IN_REGISTERS = 4;          // rows up to which a tile keeps its float sums, and two integer sums, in registers
+constexpr int PREFETCH = 4096;           // bytes ahead; the hardware's prefetcher stops at pages
+constexpr int64_t SMALL_ROWS = 4;        // whose inputs one thread rounds: less work than waking another
+constexpr int64_t BLOCK_BYTES = 384 << 10;  // of rounded inputs that stay in the second-level cache while panels pass
+constexpr int64_t PANELS_PER_TASK = 4;   // where there are rows enough to keep threads busy
+
+#define INLINE inline __attribute__((always_inline))
+
+template <class F, int... I>
+INLINE void each_of(F&& f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+
+// A loop whose index is a constant: an array indexed by it stays in registers.
+template <int N, class F>
+INLINE void each(F&& f) {
+    each_of(f, std::make_integer_sequence<int, N>{});
+}
+
+// Intrinsics of these two let GCC 12 move sums through memory.
+INLINE void dot(__m512i& sum, __m512i weights, __m512i inputs) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+}
+
+INLINE __m512i four_inputs(const int8_t* p) {
+    __m512i x;
+    asm("vpbroadcastd %1, %0" : "=v"(x) : "m"(*reinterpret_cast<const int32_t*>(p)));
+    return x;
+}
+
+struct Rounded {  // inputs, by group, then by row
+    const int8_t* values;
+    const float* scales;
+    const int32_t* sums;  // of the values of a group, for weights stored with an offset
+    int64_t rows;
+};
+
+INLINE __m512 exp_of(__m512 x) {
+    // 2^n * p(r) with x = (n + r) ln 2; Cephes' polynomial, relative error below 2e-7
+    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-87.3f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+INLINE __m512 silu(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_div_ps(x, _mm512_add_ps(one, exp_of(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+INLINE __mmask16 first_lanes(int64_t count) { return __mmask16((1u << std::clamp<int64_t>(count, 0, LANES)) - 1); }
+
+// Out of line, or their constants would take the registers of the tile's sums. `columns` are left of a row of y.
+__attribute__((noinline)) void write(const float* kept, int rows, float* y, int64_t stride, int64_t columns) {
+    for (int m = 0; m < rows; ++m, y += stride, kept += PANEL) {
+        _mm512_mask_storeu_ps(y, first_lanes(columns), _mm512_load_ps(kept));
+        _mm512_mask_storeu_ps(y + LANES, first_lanes(columns - LANES), _mm512_load_ps(kept + LANES));
+    }
+}
+
+__attribute__((noinline)) void write_gated(const float* kept, int rows, float* y, int64_t stride, int64_t columns) {
+    for (int m = 0; m < rows; ++m, y += stride, kept += PANEL)
+        _mm512_mask_storeu_ps(y, first_lanes(columns), _mm512_mul_ps(silu(_mm512_load_ps(kept)), _mm512_load_ps(kept + LANES)));
+}
+
+// One panel of 32 outputs for ROWS rows, from `row` on.
+template <int BITS, int GROUP, int ROWS>
+__attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, const Rounded& in, int64_t row, float* y,
+                                    int64_t stride, int64_t columns) {
+    constexpr bool SMALL = ROWS <= IN_REGISTERS;
+    constexpr int OFFSET = BITS == 4 ? 8 : 128;  // weights are stored unsigned
+    constexpr int STEP = BITS == 4 ? 128 : 256;  // bytes of eight columns
+    const __m512i low = _mm512_set1_epi8(15);
+    const int64_t groups = shape.groups();
+    alignas(64) float kept[ROWS * PANEL];
+    __m512 sums[SMALL ? ROWS * 2 : 1];
+    each<ROWS * 2>([&](auto i) __attribute__((always_inline)) {
+        if constexpr (SMALL) sums[i] = _mm512_setzero_ps();
+        else _mm512_store_ps(kept + i * LANES, _mm512_setzero_ps());
+    });
+    for (int64_t g = 0; g < groups; ++g) {
+        const float* scales = reinterpret_cast<const float*>(panel);
+        const uint8_t* weights = panel + PANEL * sizeof(float);
+        const int columns_here = int(std::min<int64_t>(GROUP, shape.width - g * GROUP));
+        panel = weights + size_t(columns_here) * PANEL * BITS / 8;
+        const int64_t at = g * in.rows + row;
+        const int8_t* values = in.values + at * GROUP;
+        __m512i acc[ROWS * 2], second[SMALL ? ROWS * 2 : 1];
+        each<ROWS>([&](auto m) __attribute__((always_inline)) {
+            acc[m * 2] = acc[m * 2 + 1] = _mm512_set1_epi32(-OFFSET * in.sums[at + m]);
+            if constexpr (SMALL) second[m * 2] = second[m * 2 + 1] = _mm512_setzero_si512();
+        });
+#pragma GCC unroll 1
+        for (int k = 0; k < columns_here; k += 8, weights += STEP) {
+            __m512i both[2], w[2];
+            each<2>([&](auto b) __attribute__((always_inline)) {
+                _mm_prefetch(reinterpret_cast<const char*>(weights + b * 64 + PREFETCH), _MM_HINT_T0);
+                if constexpr (BITS == 4) {
+                    both[b] = _mm512_loadu_si512(weights + b * 64);
+                    w[b] = _mm512_and_si512(both[b], low);
+                } else {
+                    _mm_prefetch(reinterpret_cast<const char*>(weights + b * 64 + 128 + PREFETCH), _MM_HINT_T0);
+                    w[b] = _mm512_loadu_si512(weights + b * 64);
+                }
+            });
+            each<ROWS>([&](auto m) __attribute__((always_inline)) {
+                const __m512i x = four_inputs(values + m * GROUP + k);
+                dot(acc[m * 2], w[0], x);
+                dot(acc[m * 2 + 1], w[1], x);
+            });
+            each<2>([&](auto b) __attribute__((always_inline)) {
+                if constexpr (BITS == 4) w[b] = _mm512_and_si512(_mm512_srli_epi16(both[b], 4), low);
+                else w[b] = _mm512_loadu_si512(weights + b * 64 + 128);
+            });
+            each<ROWS>([&](auto m) __attribute__((always_inline)) {
+                const __m512i x = four_inputs(values + m * GROUP + k + 4);
+                each<2>([&](auto b) __attribute__((always_inline)) {
+                    if constexpr (SMALL) dot(second[m * 2 + b], w[b], x);
+                    else dot(acc[m * 2 + b], w[b], x);
+                });
+            });
+        }
+        each<2>([&](auto b) __attribute__((always_inline)) {
+            const __m512 scale = _mm512_loadu_ps(scales + b * LANES);
+            each<ROWS>([&](auto m) __attribute__((always_inline)) {
+                constexpr int i = m * 2 + b;
+                const __m512 both_scales = _mm512_mul_ps(scale, _mm512_set1_ps(in.scales[at + m]));
+                if constexpr (SMALL) {
+                    const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(acc[i], second[i]));
+                    sums[i] = _mm512_fmadd_ps(total, both_scales, sums[i]);
+                } else {
+                    float* p = kept + i * LANES;
+                    _mm512_store_ps(p, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[i]), both_scales, _mm512_load_ps(p)));
+                }
+            });
+        });
+    }
+    if constexpr (SMALL) {
+        each<ROWS * 2>([&](auto i) __attribute__((always_inline)) { _mm512_store_ps(kept + i * LANES, sums[i]); });
+    }
+    y += row * stride;
+    if (shape.gated) write_gated(kept, ROWS, y, stride, columns);
+    else write(kept, ROWS, y, stride, columns);
+}
+
+using Tile = void (*)(const Shape&, const uint8_t*, const Rounded&, int64_t, float*, int64_t, int64_t);
+
+template <int BITS, int GROUP, int... I>
+const Tile* tiles_of(std::integer_sequence<int, I...>) {
+    static const Tile table[] = {tile<BITS, GROUP, I + 1>...};
+    return table;
+}
+
+template <int BITS>
+const Tile* tiles_of(int group) {
+    using Rows = std::make_integer_sequence<int, MAX_ROWS>;
+    return group == 128 ? tiles_of<BITS, 128>(Rows{}) : group == 64 ? tiles_of<BITS, 64>(Rows{}) : tiles_of<BITS, 32>(Rows{});
+}
+
+// Row `m` to integers: round(x / (largest / 127)), ties to even.
+void round_row(const Shape& shape, const float* x, int64_t m, int64_t rows, int8_t* values, float* scales, int32_t* sums) {
+    const int per_scale = shape.input_group / shape.group;
+    for (int64_t begin = 0; begin < shape.groups(); begin += per_scale) {
+        const float* from = x + begin * shape.group;
+        const float* end = x + std::min(shape.width, (begin + per_scale) * shape.group);
+        __m512 largest = _mm512_setzero_ps();
+        for (const float* p = from; p < end; p += LANES) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(p)));
+        const float scale = _mm512_reduce_max_ps(largest) / 127.0f;
+        const __m512 divisor = _mm512_set1_ps(scale > 0.0f ? scale : 1.0f);
+        for (int64_t g = begin; from < end; ++g) {
+            int8_t* to = values + (g * rows + m) * shape.group;
+            const float* stop = std::min(end, from + shape.group);
+            __m512i sum = _mm512_setzero_si512();
+            for (; from < stop; from += LANES, to += LANES) {
+                const __m512i q = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(from), divisor));
+                sum = _mm512_add_epi32(sum, q);
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(q));
+            }
+            scales[g * rows + m] = scale;
+            sums[g * rows + m] = _mm512_reduce_add_epi32(sum);
+        }
+    }
+}
+
+struct Scratch {  // of one thread, for the largest step it met
+    std::unique_ptr<char[]> memory;
+    size_t size = 0;
+
+    char* at_least(size_t wanted) {
+        if (wanted > size) {
+            memory.reset();
+            memory.reset(new char[wanted]);
+            size = wanted;
+        }
+        return memory.get();
+    }
+};
+
+template <class F>
+void in_parallel(int64_t count, F&& f) {
+    tbb::parallel_for(int64_t(0), count, std::forward<F>(f), tbb::static_partitioner());
+}
+
+}  // namespace
+
+void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64_t scales_per_row, uint8_t* packed) {
+    const int64_t half = shape.outputs / 2;
+    const int64_t columns_per_scale = (shape.width + scales_per_row - 1) / scales_per_row;
+    in_parallel(shape.panels(), [&](int64_t panel) {
+        uint8_t* to = packed + panel * shape.panel_bytes();
+        int64_t rows[PANEL];  // of the matrix; -1 where there is none
+        for (int lane = 0; lane < PANEL; ++lane) {
+            const int64_t row = shape.gated ? panel * LANES + lane % LANES + (lane < LANES ? 0 : half) : panel * PANEL + lane;
+            const bool exists = shape.gated ? panel * LANES + lane % LANES < half : row < shape.outputs;
+            rows[lane] = exists ? row : -1;
+        }
+        for (int64_t g = 0; g < shape.groups(); ++g) {
+            float* scale = reinterpret_cast<float*>(to);
+            for (int lane = 0; lane < PANEL; ++lane)
+                scale[lane] = rows[lane] < 0 ? 0.0f : scales[rows[lane] * scales_per_row + g * shape.group / columns_per_scale];
+            to += PANEL * sizeof(float);
+            for (int64_t column = g * shape.group; column < std::min(shape.width, (g + 1) * shape.group); column += 8) {
+                for (int lane = 0; lane < PANEL; ++lane) {
+                    uint8_t* place = to + (lane / LANES) * 64 + (lane % LANES) * 4;
+                    if (rows[lane] < 0) {
+                        for (int i = 0; i < 4; ++i) place[i] = 0;
+                        if (shape.bits == 8) std::memset(place + 128, 0, 4);
+                    } else if (shape.bits == 8) {
+                        const uint8_t* from = weights + rows[lane] * shape.width + column;
+                        for (int i = 0; i < 4; ++i) {
+                            place[i] = from[i] ^ 0x80;
+                            place[128 + i] = from[4 + i] ^ 0x80;
+                        }
+                    } else {
+                        const uint8_t* from = weights + (rows[lane] * shape.width + column) / 2;
+                        for (int i = 0; i < 4; ++i) {  // columns 0-3 in the low halves, 4-7 in the high ones
+                            const int a = from[i / 2] >> (i % 2 * 4), b = from[2 + i / 2] >> (i % 2 * 4);
+                            place[i] = uint8_t((a & 15) | (b & 15) << 4) ^ 0x88;
+                        }
+                    }
+                }
+                to += shape.bits == 8 ? 256 : 128;
+            }
+        }
+    });
+}
+
+void multiply(const Shape& shape, const uint8_t* packed, const float* x, int64_t rows, float* y) {
+    if (rows == 0) return;
+    thread_local Scratch scratch;
+    const size_t num_values = size_t(rows) * shape.groups() * shape.group, num_groups = size_t(rows) * shape.groups();
+    char* memory = scratch.at_least(num_values + num_groups * 8);
+    float* scales = reinterpret_cast<float*>(memory);
+    int32_t* sums = reinterpret_cast<int32_t*>(memory) + num_groups;
+    int8_t* values = reinterpret_cast<int8_t*>(memory) + num_groups * 8;
+    const auto round = [&](int64_t m) { round_row(shape, x + m * shape.width, m, rows, values, scales, sums); };
+    if (rows <= SMALL_ROWS) {
+        for (int64_t m = 0; m < rows; ++m) round(m);
+    } else {
+        in_parallel(rows, round);
+    }
+
+    const Rounded in{values, scales, sums, rows};
+    const Tile* tiles = shape.bits == 4 ? tiles_of<4>(shape.group) : tiles_of<8>(shape.group);
+    const int64_t per_panel = shape.gated ? LANES : PANEL;
+    const int64_t stride = shape.gated ? shape.outputs / 2 : shape.outputs;
+    const auto run = [&](int64_t first_panel, int64_t last_panel, int64_t first_row, int64_t last_row) {
+        const int64_t span = last_row - first_row, count = (span + MAX_ROWS - 1) / MAX_ROWS;
+        for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+            const uint8_t* from = packed + panel * shape.panel_bytes();
+            for (int64_t t = 0; t < count; ++t) {
+                const int64_t begin = first_row + span * t / count, end = first_row + span * (t + 1) / count;
+                tiles[end - begin - 1](shape, from, in, begin, y + panel * per_panel, stride, stride - panel * per_panel);
+            }
+        }
+    };
+    const int64_t panels = shape.panels(), threads = std::max(1, tbb::this_task_arena::max_concurrency());
+    if (rows <= MAX_ROWS) {
+        in_parallel(threads, [&](int64_t t) { run(panels * t / threads, panels * (t + 1) / threads, 0, rows); });
+        return;
+    }
+    const int64_t blocks = std::max<int64_t>(1, (rows * shape.width + BLOCK_BYTES - 1) / BLOCK_BYTES);
+    const int64_t chunks = (panels + PANELS_PER_TASK - 1) / PANELS_PER_TASK;
+    tbb::parallel_for(
+        int64_t(0), blocks * chunks,
+        [&](int64_t task) {
+            const int64_t block = task / chunks, first = task % chunks * PANELS_PER_TASK;
+            run(first, std::min(first + PANELS_PER_TASK, panels), rows * block / blocks, rows * (block + 1) / blocks);
+        },
+        tbb::simple_partitioner());
+}
+
+}  // namespace forgeline

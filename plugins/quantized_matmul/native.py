@@ -1,0 +1,113 @@
+"""Compiles the CPU kernels: C++ of this package → a library for the CPU and the OpenVINO of this machine.
+
+Needs    a C++17 compiler ($CXX, g++, c++ or clang++) where engines are built; the runtime needs none
+         the headers and libraries that OpenVINO's wheel brings, oneTBB's among them
+CPU      AVX512 F, BW, DQ, VL and VNNI: Intel from Ice Lake, AMD from Zen 4
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import openvino as ov
+
+SOURCES = (Path(__file__).parent / "kernels.cpp", Path(__file__).parent / "extension.cpp")
+HEADERS = (Path(__file__).parent / "kernels.h",)
+CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c")  # as Linux names them
+OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-s")
+_COMPILERS = ("g++", "c++", "clang++")
+_TIMEOUT_S = 600
+
+
+class CompilerError(Exception):
+    """What the compiler said."""
+
+
+def missing_cpu_flags() -> list[str]:
+    """What the kernels need and this CPU lacks."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return list(CPU_FLAGS)
+    return [flag for flag in CPU_FLAGS if flag not in _cpu_flags()]
+
+
+def why_not() -> str:
+    """Why the kernels cannot be compiled for this machine; empty when they can."""
+    if missing := missing_cpu_flags():
+        return f"this CPU lacks {', '.join(missing)}"
+    if compiler() is None:
+        return f"no C++ compiler is installed (looked for $CXX, {', '.join(_COMPILERS)})"
+    if not (_openvino() / "include" / "oneapi" / "tbb").is_dir() or _libraries() is None:
+        return "this installation of openvino brings no headers"
+    return ""
+
+
+def compiler() -> str | None:
+    for name in (os.environ.get("CXX", ""), *_COMPILERS):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def identity() -> str:
+    """Hash of everything that shapes the library: sources, options, compiler, OpenVINO."""
+    digest = hashlib.sha256()
+    for file in (*SOURCES, *HEADERS):
+        digest.update(file.read_bytes())
+    digest.update(repr((OPTIONS, CPU_FLAGS, _version(compiler()), ov.get_version())).encode())
+    return digest.hexdigest()
+
+
+def compile_library(path: Path) -> None:
+    """Write the library to `path`, whole or not at all.  Raises  CompilerError, OSError"""
+    libraries = _libraries()
+    found = compiler()
+    assert libraries is not None and found is not None, why_not()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as directory:
+        made = Path(directory) / path.name
+        command = [
+            found, *OPTIONS, *(f"-m{flag.replace('_', '')}" for flag in CPU_FLAGS), f"-I{_openvino() / 'include'}",
+            *map(str, SOURCES), "-o", str(made), f"-L{_openvino() / 'libs'}", *(f"-l:{library}" for library in libraries),
+        ]  # fmt: skip
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise CompilerError(f"{found} took more than {_TIMEOUT_S} s") from error
+        if result.returncode:
+            said = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines() or ["nothing"]
+            raise CompilerError(f"{found} ended with status {result.returncode}: {said[0].strip()}")
+        os.replace(made, path)
+
+
+def _openvino() -> Path:
+    return Path(ov.__file__).parent
+
+
+def _libraries() -> list[str] | None:
+    """File names of OpenVINO and TBB, which are loaded already when an engine loads the kernels."""
+    found = [sorted((_openvino() / "libs").glob(pattern)) for pattern in ("libopenvino.so.*", "libtbb.so.*")]
+    return [paths[0].name for paths in found] if all(found) else None
+
+
+@lru_cache(maxsize=1)
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return frozenset()
+    return frozenset(lines[1].split()) if lines else frozenset()
+
+
+@lru_cache(maxsize=4)
+def _version(path: str | None) -> str:
+    if path is None:
+        return ""
+    return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout.partition("\n")[0]

@@ -1,0 +1,92 @@
+"""QuantizedMatMul on the CPU: forgeline's own kernels, compiled into a library that OpenVINO loads as an extension.
+
+`builder.targets.openvino` lowers quantized layers to forgeline::QuantizedMatMul; reading such a model packs each weight into the
+order the kernels read (kernels.h) and makes the operation of extension.cpp. The weights in the file stay as ONNX has them.
+
+Shapes   x [..., width] f32   weight [outputs, width] int8, or int4 two in a byte   scale [outputs] or [outputs, width / group] f32
+         → [..., outputs], or [..., outputs / 2] when gated: silu(first half) * second half
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino.op as ov_op
+from openvino.frontend.onnx import ConversionExtension
+from openvino.utils.node_factory import NodeFactory
+
+from plugins.paged_attention.op import DOMAIN
+
+LOWERED_OP = "QuantizedMatMul"
+GROUPS = (128, 64, 32)  # columns under one sum that the kernels know
+
+
+class Shape(ctypes.Structure):
+    """kernels.h: Shape."""
+
+    _fields_ = (
+        ("outputs", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("input_group", ctypes.c_int32),
+        ("gated", ctypes.c_bool),
+    )
+
+
+class Library:
+    """The compiled kernels, outside OpenVINO: packing, and multiplication for tests and tuning."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._library = ctypes.CDLL(os.fspath(path))
+        self._library.forgeline_packed_bytes.restype = ctypes.c_size_t
+
+    def pack(self, shape: Shape, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """weight: int8 [outputs, width] or uint8 [outputs, width / 2]; scale f32 [outputs] or [outputs, n] → uint8 [bytes]."""
+        weight, scale = np.ascontiguousarray(weight), np.ascontiguousarray(scale, np.float32)
+        assert weight.nbytes * 8 == shape.outputs * shape.width * shape.bits, f"{weight.shape} of {shape.bits} bits"
+        packed = np.empty(self._library.forgeline_packed_bytes(ctypes.byref(shape)), np.uint8)
+        per_row = ctypes.c_int64(scale.size // shape.outputs)
+        self._library.forgeline_pack(ctypes.byref(shape), _pointer(weight), _pointer(scale), per_row, _pointer(packed))
+        return packed
+
+    def multiply(self, shape: Shape, packed: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """x [rows, width] f32 → [rows, outputs] f32, or half of them when gated."""
+        x = np.ascontiguousarray(x, np.float32)
+        y = np.empty((len(x), shape.outputs // 2 if shape.gated else shape.outputs), np.float32)
+        rows = ctypes.c_int64(len(x))
+        self._library.forgeline_multiply(ctypes.byref(shape), _pointer(packed), _pointer(x), rows, _pointer(y))
+        return y
+
+
+def add_to(core: ov.Core, path: str | os.PathLike[str]) -> None:
+    """Teach `core` to read and compile models with the lowered op, by the library at `path`."""
+    library = Library(path)
+    factory = NodeFactory()
+    factory.add_extension(os.fspath(path))
+
+    def convert(node: Any) -> list[ov.Output]:
+        names = [name for name, _ in Shape._fields_]
+        attributes = {name: node.get_attribute(name) for name in names}
+        attributes["gated"] = bool(attributes["gated"])
+        weight, scale = (node.get_input(index).get_node() for index in (1, 2))
+        packed = library.pack(Shape(**attributes), _bytes(weight), scale.data)
+        made = factory.create(LOWERED_OP, [node.get_input(0), ov_op.Constant(packed, shared_memory=True)], attributes)
+        return [made.output(0)]
+
+    core.add_extension(os.fspath(path))
+    core.add_extension(ConversionExtension(LOWERED_OP, DOMAIN, convert))
+
+
+def _bytes(constant: ov_op.Constant) -> np.ndarray:
+    """[rows, bytes]: four-bit weights lie two in a byte."""
+    rows = constant.get_output_shape(0)[0]
+    return np.asarray(constant.data).view(np.uint8).reshape(rows, -1)
+
+
+def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
