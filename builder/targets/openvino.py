@@ -108,8 +108,8 @@ def build_plan(
 ) -> PlanResult:
     """Write the plan into `plan_dir` (the bundle's plan directory) and check what OpenVINO makes of it.
 
-    `canonical` is fused and quantized; it is left as it was, apart from functions attached to it. `kernels`: openvino or forgeline,
-    for the layers whose inputs are rounded to int8 while they run; without any the plan has none of ours.
+    `canonical` is fused and quantized; it is left as it was, apart from functions attached to it. `kernels`: openvino or
+    forgeline, for the layers whose inputs are rounded to int8 while they run; without any the plan has none of ours.
     """
     plan_dir.mkdir(parents=True, exist_ok=True)
     attach_functions(canonical)

@@ -3,8 +3,8 @@
     MatMul(x, Transpose(DequantizeLinear(weight, scale)))                         → QuantizedMatMul(x, weight, scale)
     Split of it in halves a, b; a * Sigmoid(a) * b                                → the same node, gated
 
-Taken are layers whose inputs are rounded to int8 while they run. What has zero points, experts' matrices of three axes, or a width
-that is no multiple of 32 stays with OpenVINO.
+Taken are layers whose inputs are rounded to int8 while they run. What has zero points, experts' matrices of three axes, or a
+width that is no multiple of 32 stays with OpenVINO.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WIDTHS = 32  # the kernels take multiples
 
 
 def resolve(asked: str, compute_dtype: str) -> tuple[str, str]:
-    """forgeline or openvino, and why not forgeline where `auto` chose.  Raises  BuildError when forgeline's were asked for in vain."""
+    """forgeline or openvino, and why not forgeline where `auto` chose.  Raises  BuildError when it was asked for in vain."""
     if asked == "openvino":
         return "openvino", ""
     reason = native.why_not() if compute_dtype == "f32" else f"they compute in f32, not in {compute_dtype}"
@@ -36,8 +36,8 @@ def resolve(asked: str, compute_dtype: str) -> tuple[str, str]:
         return "forgeline", ""
     if asked == "forgeline":
         raise BuildError(
-            f"--cpu-kernels forgeline is not available: {reason}; install g++ on a CPU with AVX512-VNNI and leave --compute-dtype "
-            "at f32, or choose --cpu-kernels openvino"
+            f"--cpu-kernels forgeline is not available: {reason}; install g++ on a CPU with AVX512-VNNI and leave "
+            "--compute-dtype at f32, or choose --cpu-kernels openvino"
         )
     return "openvino", reason
 
@@ -98,7 +98,7 @@ def _quantized(node: ir.Node, input_group: int) -> tuple[ir.Value, ir.Value, int
     assert weight is not None and scale is not None
     if weight.const_value is None or scale.const_value is None or weight.const_value.dtype not in _BITS:
         return None
-    shape = weight.const_value.shape
+    shape = weight.const_value.shape.numpy()
     if len(shape) != 2 or shape[1] % _WIDTHS or scale.const_value.dtype != ir.DataType.FLOAT:
         return None
     per_scale = dequantize.attributes.get_int("block_size", 0)

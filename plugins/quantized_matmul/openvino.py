@@ -3,7 +3,7 @@
 `builder.targets.openvino` lowers quantized layers to forgeline::QuantizedMatMul; reading such a model packs each weight into the
 order the kernels read (kernels.h) and makes the operation of extension.cpp. The weights in the file stay as ONNX has them.
 
-Shapes   x [..., width] f32   weight [outputs, width] int8, or int4 two in a byte   scale [outputs] or [outputs, width / group] f32
+Shapes   x [..., width] f32   weight [outputs, width] int8, or int4 two in a byte   scale [outputs] or [outputs, groups] f32
          → [..., outputs], or [..., outputs / 2] when gated: silu(first half) * second half
 """
 

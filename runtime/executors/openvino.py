@@ -139,8 +139,8 @@ def _compile(path: Path, manifest: Manifest, compute_dtype: str, num_threads: in
 def _add_kernels(core: ov.Core, library: Path) -> None:
     if missing := missing_cpu_flags():
         raise ManifestMismatch(
-            f"the engine's kernels need {', '.join(missing)}, which this CPU lacks; run it on a CPU with AVX512-VNNI, or rebuild it "
-            "with --cpu-kernels openvino"
+            f"the engine's kernels need {', '.join(missing)}, which this CPU lacks; run it on a CPU with AVX512-VNNI, or "
+            "rebuild it with --cpu-kernels openvino"
         )
     try:
         quantized.add_to(core, library)
