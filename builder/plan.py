@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.paged_attention.openvino import u4_group
+from plugins.quantized_matmul import native
 from runtime.contract import LayerSpec
 from runtime.errors import BuildError
 from runtime.memory import BesidePool, beside_pool, loaded_weight_bytes
@@ -100,7 +101,7 @@ def process_need(
         num_layers=len(shape.layers),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
-        quantized_inputs=precision in ("int8", "int8-sq", "int4"),
+        generated_kernels=precision in ("int8", "int8-sq", "int4") and (compute_dtype != "f32" or bool(native.why_not())),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )

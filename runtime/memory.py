@@ -3,7 +3,8 @@
     base          interpreter, libraries, their code that compiling and running touches
     tokenizer     tables of `tokenizers`, by vocabulary
     graph         compiled nodes, by layer
-    kernels       generated code of layers that quantize their inputs, for every number of tokens a step may have (padding.py)
+    kernels       OpenVINO's generated code of layers that quantize their inputs, for every number of tokens a step may have
+                  (padding.py); our own kernels generate none
     weights       as the plug-in lays them out; the pages of the file go back (mapped_weights.py)
     activations   of the largest step; twice the width of all outputs of a layer
     logits        of the largest batch, and the sampler's copy
@@ -74,7 +75,7 @@ def beside_pool(
     num_layers: int,
     hidden_size: int,
     vocab_size: int,
-    quantized_inputs: bool,
+    generated_kernels: bool,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> BesidePool:
@@ -84,7 +85,7 @@ def beside_pool(
         base=BASE,
         tokenizer=TOKENIZER_PER_ENTRY * vocab_size,
         graph=GRAPH_PER_LAYER * num_layers,
-        kernels=KERNELS_PER_LENGTH * num_lengths(max_num_batched_tokens) if quantized_inputs else 0,
+        kernels=KERNELS_PER_LENGTH * num_lengths(max_num_batched_tokens) if generated_kernels else 0,
         weights=int(loaded_weights),
         activations=int(2 * _FLOAT * largest * layer_width),
         logits=2 * _FLOAT * max_num_seqs * vocab_size,
@@ -109,7 +110,8 @@ def of_engine(manifest: Manifest, max_num_seqs: int, max_num_batched_tokens: int
         num_layers=len(model.layers),
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
-        quantized_inputs=bool(precision.details.get("dynamic_quantization_group_size")),
+        generated_kernels=bool(precision.details.get("dynamic_quantization_group_size"))
+        and precision.details.get("kernels") != "forgeline",
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import openvino as ov
 
+from plugins.paged_attention.op import DOMAIN
 from plugins.paged_attention.openvino import computes_in
+from plugins.quantized_matmul.openvino import LOWERED_OP as OWN_OP
 from runtime.errors import FusionMismatch, PrecisionLost
 
 _STORED = {ir.DataType.INT8: "i8", ir.DataType.INT4: "i4", ir.DataType.UINT4: "u4"}
 _FLOATS = ("f32", "bf16", "f16")
 _ARITHMETIC = ("FullyConnected", "MatMul", "PagedAttention", "RMS", "MVN")  # the rest is copies, and angles that stay in f32
+_EXTENSION = "Reference"  # what OpenVINO calls an operation that it runs through `evaluate`
 _NAMES_SHOWN = 4
 _STORED_SUFFIX = re.compile(r"\.q(?=\[|$)")  # builder.quantize's, and the number of an expert follows it
 
@@ -42,7 +45,8 @@ class Expected:
 
     norms: int = 0  # RMSNormalization nodes, each one RMS kernel
     rotary: int = 0  # rotary embeddings, each one RoPE kernel
-    quantized: tuple[QuantizedLayer, ...] = ()
+    quantized: tuple[QuantizedLayer, ...] = ()  # on OpenVINO's kernels
+    own: int = 0  # layers on forgeline's kernels
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def expected(graph: ir.Graph, rotary: int) -> Expected:
                 group_size=dequantize.attributes.get_int("block_size", 0),
             )
         )
-    return Expected(norms, rotary, tuple(quantized))
+    own = sum(node.domain == DOMAIN and node.op_type == OWN_OP for node in graph)
+    return Expected(norms, rotary, tuple(quantized), own)
 
 
 def _names(matmul: ir.Node) -> Iterator[str]:
@@ -116,6 +121,11 @@ def check(compiled: ov.CompiledModel, want: Expected, compute_dtype: str = "f32"
                 f"OpenVINO runs {kinds[kind]} {kind} kernels for the {count} {what} nodes of the graph, so the others "
                 "would run as loose operations; build with the pinned openvino version or report the model"
             )
+    if kinds[_EXTENSION] < want.own:
+        raise FusionMismatch(
+            f"OpenVINO runs {kinds[_EXTENSION]} of the {want.own} layers that are lowered to forgeline's kernels; build with the "
+            "pinned openvino version or with --cpu-kernels openvino"
+        )
     _check_weights(found, want)
     _check_arithmetic(found, computes_in(compiled), compute_dtype)
     return dict(sorted(Counter(f"{layer.kind}:{layer.precision}" for layer in found if layer.kind != "Const").items()))

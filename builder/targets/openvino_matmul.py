@@ -2,6 +2,8 @@
 
     MatMul(x, Transpose(DequantizeLinear(weight, scale)))                         → QuantizedMatMul(x, weight, scale)
     Split of it in halves a, b; a * Sigmoid(a) * b                                → the same node, gated
+    RMSNormalization that only it reads                                           → the same node, normed
+    Add of another value, which only it feeds                                     → the same node, added
 
 Taken are layers whose inputs are rounded to int8 while they run. What has zero points, experts' matrices of three axes, or a
 width that is no multiple of 32 stays with OpenVINO.
@@ -24,6 +26,7 @@ from runtime.contract import cache_root
 from runtime.errors import BuildError
 
 _BITS = {ir.DataType.INT8: 8, ir.DataType.INT4: 4}
+_EPSILON = 1e-5  # ONNX's default
 _WIDTHS = 32  # the kernels take multiples
 
 
@@ -70,14 +73,19 @@ def lower_matmuls(model: ir.Model, input_group: int) -> int:
         weight, scale, group = layer
         assert weight.const_value is not None
         outputs, width = weight.const_value.shape
-        gate = _gate_behind(node)
+        norm, gate = _norm_before(node), _gate_behind(node)
+        last = gate or node
+        add, residual = _residual(last)
+        last = add or last
         attributes = {
             "outputs": outputs, "width": width, "bits": _BITS[weight.const_value.dtype], "group": group,
-            "input_group": input_group, "gated": int(gate is not None),
+            "input_group": input_group, "epsilon": norm.attributes.get_float("epsilon", _EPSILON) if norm else 0.0,
+            "gated": int(gate is not None), "normed": int(norm is not None), "added": int(add is not None),
         }  # fmt: skip
-        last = gate or node
+        x, norm_weight = (norm.inputs[0], norm.inputs[1]) if norm else (node.inputs[0], None)
+        inputs = [x, weight, scale, *(value for value in (norm_weight, residual) if value is not None)]
         name = last.outputs[0].name
-        new = NodeBuilder(model.graph, anchor=node).op(LOWERED_OP, [node.inputs[0], weight, scale], attributes, domain=DOMAIN)
+        new = NodeBuilder(model.graph, anchor=last).op(LOWERED_OP, inputs, attributes, domain=DOMAIN)
         replace(last, new)
         new.name = name
         producer = new.producer()
@@ -110,6 +118,35 @@ def _producer(node: ir.Node, index: int, op_type: str) -> ir.Node | None:
     value = node.inputs[index]
     found = value.producer() if value is not None else None
     return found if found is not None and found.op_type == op_type else None
+
+
+def _norm_before(node: ir.Node) -> ir.Node | None:
+    norm = _producer(node, 0, "RMSNormalization")
+    if (
+        norm is None
+        or _only_reader(norm.outputs[0], node.op_type) is not node
+        or norm.attributes.get_int("axis", -1) not in (-1, 2)
+    ):
+        return None
+    weight = norm.inputs[1].const_value if norm.inputs[1] is not None else None
+    plain = weight is not None and weight.dtype == ir.DataType.FLOAT and len(weight.shape) == 1
+    return norm if plain and norm.attributes.get_int("stash_type", 1) == 1 else None
+
+
+def _residual(node: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
+    """The Add behind `node` and what it adds: another activation of the same shape, not a bias."""
+    out = node.outputs[0]
+    add = _only_reader(out, "Add")
+    if add is None:
+        return None, None
+    (other,) = (value for value in add.inputs if value is not out) if add.inputs[0] is not add.inputs[1] else (None,)
+    if other is None or other.is_initializer() or other.producer() is None or not _same_shape(other, out):
+        return None, None
+    return add, other
+
+
+def _same_shape(a: ir.Value, b: ir.Value) -> bool:
+    return a.shape is not None and b.shape is not None and [str(n) for n in a.shape] == [str(n) for n in b.shape]
 
 
 def _gate_behind(node: ir.Node) -> ir.Node | None:

@@ -1,7 +1,9 @@
 // forgeline::QuantizedMatMul as an operation of OpenVINO. The CPU plug-in runs operations it does not know through `evaluate`, in the
 // arena of its stream, on tensors that are its own memory.
 //
-// Inputs   x f32 [..., width], packed u8 [bytes] (kernels.h)   Output  f32 [..., outputs, or half of them when gated]
+// Inputs   x f32 [..., width], packed u8 [bytes] (kernels.h), norm f32 [width] if `normed`, residual f32 (shape of the output) if
+//          `added`
+// Output   f32 [..., outputs, or half of them when gated]
 
 #include <openvino/core/extension.hpp>
 #include <openvino/core/op_extension.hpp>
@@ -16,7 +18,8 @@ public:
     OPENVINO_OP("QuantizedMatMul", "forgeline");
 
     QuantizedMatMul() = default;
-    QuantizedMatMul(const ov::OutputVector& inputs, const Shape& shape) : Op(inputs), m_shape(shape) {
+    QuantizedMatMul(const ov::OutputVector& inputs, const Shape& shape, bool normed, bool added)
+        : Op(inputs), m_shape(shape), m_normed(normed), m_added(added) {
         constructor_validate_and_infer_types();
     }
 
@@ -27,7 +30,7 @@ public:
     }
 
     std::shared_ptr<ov::Node> clone_with_new_inputs(const ov::OutputVector& inputs) const override {
-        return std::make_shared<QuantizedMatMul>(inputs, m_shape);
+        return std::make_shared<QuantizedMatMul>(inputs, m_shape, m_normed, m_added);
     }
 
     bool visit_attributes(ov::AttributeVisitor& visitor) override {
@@ -36,7 +39,10 @@ public:
         visitor.on_attribute("bits", m_shape.bits);
         visitor.on_attribute("group", m_shape.group);
         visitor.on_attribute("input_group", m_shape.input_group);
+        visitor.on_attribute("epsilon", m_shape.epsilon);
         visitor.on_attribute("gated", m_shape.gated);
+        visitor.on_attribute("normed", m_normed);
+        visitor.on_attribute("added", m_added);
         return true;
     }
 
@@ -44,12 +50,16 @@ public:
 
     bool evaluate(ov::TensorVector& outputs, const ov::TensorVector& inputs) const override {
         const auto rows = int64_t(inputs[0].get_size()) / m_shape.width;
-        multiply(m_shape, static_cast<const uint8_t*>(inputs[1].data()), inputs[0].data<const float>(), rows, outputs[0].data<float>());
+        const float* norm = m_normed ? inputs[2].data<const float>() : nullptr;
+        const float* residual = m_added ? inputs[m_normed ? 3 : 2].data<const float>() : nullptr;
+        multiply(m_shape, static_cast<const uint8_t*>(inputs[1].data()), inputs[0].data<const float>(), norm, residual, rows,
+                 outputs[0].data<float>());
         return true;
     }
 
 private:
     Shape m_shape{};
+    bool m_normed = false, m_added = false;
 };
 
 }  // namespace forgeline
@@ -66,8 +76,9 @@ EXPORT void forgeline_pack(const forgeline::Shape* shape, const uint8_t* weights
     forgeline::pack(*shape, weights, scales, scales_per_row, packed);
 }
 
-EXPORT void forgeline_multiply(const forgeline::Shape* shape, const uint8_t* packed, const float* x, int64_t rows, float* y) {
-    forgeline::multiply(*shape, packed, x, rows, y);
+EXPORT void forgeline_multiply(const forgeline::Shape* shape, const uint8_t* packed, const float* x, const float* norm,
+                               const float* residual, int64_t rows, float* y) {
+    forgeline::multiply(*shape, packed, x, norm, residual, rows, y);
 }
 
 }

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -54,6 +55,12 @@ struct Rounded {  // inputs, by group, then by row
     int64_t rows;
 };
 
+struct Target {
+    float* y;
+    const float* residual;  // or null
+    int64_t stride;         // outputs of a row
+};
+
 INLINE __m512 exp_of(__m512 x) {
     // 2^n * p(r) with x = (n + r) ln 2; Cephes' polynomial, relative error below 2e-7
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-87.3f));
@@ -74,23 +81,33 @@ INLINE __m512 silu(__m512 x) {
 
 INLINE __mmask16 first_lanes(int64_t count) { return __mmask16((1u << std::clamp<int64_t>(count, 0, LANES)) - 1); }
 
-// Out of line, or their constants would take the registers of the tile's sums. `columns` are left of a row of y.
-__attribute__((noinline)) void write(const float* kept, int rows, float* y, int64_t stride, int64_t columns) {
-    for (int m = 0; m < rows; ++m, y += stride, kept += PANEL) {
-        _mm512_mask_storeu_ps(y, first_lanes(columns), _mm512_load_ps(kept));
-        _mm512_mask_storeu_ps(y + LANES, first_lanes(columns - LANES), _mm512_load_ps(kept + LANES));
+// Out of line, or their constants would take the registers of the tile's sums.
+__attribute__((noinline)) void write(const float* kept, int rows, const Target& to, int64_t row, int64_t column) {
+    const __mmask16 masks[2] = {first_lanes(to.stride - column), first_lanes(to.stride - column - LANES)};
+    for (int m = 0; m < rows; ++m, kept += PANEL) {
+        const int64_t at = (row + m) * to.stride + column;
+        for (int b = 0; b < 2; ++b) {
+            __m512 sum = _mm512_load_ps(kept + b * LANES);
+            if (to.residual) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(masks[b], to.residual + at + b * LANES), sum);
+            _mm512_mask_storeu_ps(to.y + at + b * LANES, masks[b], sum);
+        }
     }
 }
 
-__attribute__((noinline)) void write_gated(const float* kept, int rows, float* y, int64_t stride, int64_t columns) {
-    for (int m = 0; m < rows; ++m, y += stride, kept += PANEL)
-        _mm512_mask_storeu_ps(y, first_lanes(columns), _mm512_mul_ps(silu(_mm512_load_ps(kept)), _mm512_load_ps(kept + LANES)));
+__attribute__((noinline)) void write_gated(const float* kept, int rows, const Target& to, int64_t row, int64_t column) {
+    const __mmask16 mask = first_lanes(to.stride - column);
+    for (int m = 0; m < rows; ++m, kept += PANEL) {
+        const int64_t at = (row + m) * to.stride + column;
+        __m512 product = _mm512_mul_ps(silu(_mm512_load_ps(kept)), _mm512_load_ps(kept + LANES));
+        if (to.residual) product = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to.residual + at), product);
+        _mm512_mask_storeu_ps(to.y + at, mask, product);
+    }
 }
 
-// One panel of 32 outputs for ROWS rows, from `row` on.
+// One panel of 32 outputs, from `column` on, for ROWS rows, from `row` on.
 template <int BITS, int GROUP, int ROWS>
-__attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, const Rounded& in, int64_t row, float* y,
-                                    int64_t stride, int64_t columns) {
+__attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, const Rounded& in, int64_t row, const Target& to,
+                                    int64_t column) {
     constexpr bool SMALL = ROWS <= IN_REGISTERS;
     constexpr int OFFSET = BITS == 4 ? 8 : 128;  // weights are stored unsigned
     constexpr int STEP = BITS == 4 ? 128 : 256;  // bytes of eight columns
@@ -162,12 +179,11 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
     if constexpr (SMALL) {
         each<ROWS * 2>([&](auto i) __attribute__((always_inline)) { _mm512_store_ps(kept + i * LANES, sums[i]); });
     }
-    y += row * stride;
-    if (shape.gated) write_gated(kept, ROWS, y, stride, columns);
-    else write(kept, ROWS, y, stride, columns);
+    if (shape.gated) write_gated(kept, ROWS, to, row, column);
+    else write(kept, ROWS, to, row, column);
 }
 
-using Tile = void (*)(const Shape&, const uint8_t*, const Rounded&, int64_t, float*, int64_t, int64_t);
+using Tile = void (*)(const Shape&, const uint8_t*, const Rounded&, int64_t, const Target&, int64_t);
 
 template <int BITS, int GROUP, int... I>
 const Tile* tiles_of(std::integer_sequence<int, I...>) {
@@ -220,6 +236,21 @@ struct Scratch {  // of one thread, for the largest step it met
     }
 };
 
+// In memory of this thread, until it is called again.
+const float* normalized(const Shape& shape, const float* x, const float* norm) {
+    thread_local Scratch scratch;
+    float* to = reinterpret_cast<float*>(scratch.at_least(shape.width * sizeof(float)));
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t k = 0; k < shape.width; k += LANES) {
+        const __m512 value = _mm512_loadu_ps(x + k);
+        squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(shape.width) + shape.epsilon));
+    for (int64_t k = 0; k < shape.width; k += LANES)
+        _mm512_storeu_ps(to + k, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + k), factor), _mm512_loadu_ps(norm + k)));
+    return to;
+}
+
 template <class F>
 void in_parallel(int64_t count, F&& f) {
     tbb::parallel_for(int64_t(0), count, std::forward<F>(f), tbb::static_partitioner());
@@ -269,7 +300,8 @@ void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64
     });
 }
 
-void multiply(const Shape& shape, const uint8_t* packed, const float* x, int64_t rows, float* y) {
+void multiply(const Shape& shape, const uint8_t* packed, const float* x, const float* norm, const float* residual, int64_t rows,
+              float* y) {
     if (rows == 0) return;
     thread_local Scratch scratch;
     const size_t num_values = size_t(rows) * shape.groups() * shape.group, num_groups = size_t(rows) * shape.groups();
@@ -277,7 +309,10 @@ void multiply(const Shape& shape, const uint8_t* packed, const float* x, int64_t
     float* scales = reinterpret_cast<float*>(memory);
     int32_t* sums = reinterpret_cast<int32_t*>(memory) + num_groups;
     int8_t* values = reinterpret_cast<int8_t*>(memory) + num_groups * 8;
-    const auto round = [&](int64_t m) { round_row(shape, x + m * shape.width, m, rows, values, scales, sums); };
+    const auto round = [&](int64_t m) {
+        const float* row = x + m * shape.width;
+        round_row(shape, norm ? normalized(shape, row, norm) : row, m, rows, values, scales, sums);
+    };
     if (rows <= SMALL_ROWS) {
         for (int64_t m = 0; m < rows; ++m) round(m);
     } else {
@@ -287,14 +322,14 @@ void multiply(const Shape& shape, const uint8_t* packed, const float* x, int64_t
     const Rounded in{values, scales, sums, rows};
     const Tile* tiles = shape.bits == 4 ? tiles_of<4>(shape.group) : tiles_of<8>(shape.group);
     const int64_t per_panel = shape.gated ? LANES : PANEL;
-    const int64_t stride = shape.gated ? shape.outputs / 2 : shape.outputs;
+    const Target to{y, residual, shape.gated ? shape.outputs / 2 : shape.outputs};
     const auto run = [&](int64_t first_panel, int64_t last_panel, int64_t first_row, int64_t last_row) {
         const int64_t span = last_row - first_row, count = (span + MAX_ROWS - 1) / MAX_ROWS;
         for (int64_t panel = first_panel; panel < last_panel; ++panel) {
             const uint8_t* from = packed + panel * shape.panel_bytes();
             for (int64_t t = 0; t < count; ++t) {
                 const int64_t begin = first_row + span * t / count, end = first_row + span * (t + 1) / count;
-                tiles[end - begin - 1](shape, from, in, begin, y + panel * per_panel, stride, stride - panel * per_panel);
+                tiles[end - begin - 1](shape, from, in, begin, to, panel * per_panel);
             }
         }
     };

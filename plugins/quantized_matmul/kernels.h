@@ -18,6 +18,7 @@ struct Shape {
     int32_t bits;         // 4 or 8
     int32_t group;        // columns under one weight scale and in one integer sum: 32, 64 or 128; the last may be shorter
     int32_t input_group;  // input values under one scale: a multiple of `group`; the last may be shorter
+    float epsilon;        // of the RMS norm that the inputs go through first; used with `norm` below
     bool gated;           // y = silu(first half) * second half
 
     int64_t groups() const { return (width + group - 1) / group; }
@@ -31,6 +32,9 @@ struct Shape {
 void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64_t scales_per_row, uint8_t* packed);
 
 // x f32 [rows, width] → y f32 [rows, outputs, or half of them when gated]. Runs on the threads of the caller's TBB arena.
-void multiply(const Shape& shape, const uint8_t* packed, const float* x, int64_t rows, float* y);
+// norm: f32 [width], multiplies x / sqrt(mean(x * x) + epsilon) before it is rounded; or null, then x is rounded as it is.
+// residual: f32, of the shape of y, is added to it; or null.
+void multiply(const Shape& shape, const uint8_t* packed, const float* x, const float* norm, const float* residual, int64_t rows,
+              float* y);
 
 }  // namespace forgeline

@@ -3,6 +3,7 @@
 `builder.targets.openvino` lowers quantized layers to forgeline::QuantizedMatMul; reading such a model packs each weight into the
 order the kernels read (kernels.h) and makes the operation of extension.cpp. The weights in the file stay as ONNX has them.
 
+Inputs   x, weight, scale; norm where `normed` (x goes through an RMS norm of that weight first); residual where `added`
 Shapes   x [..., width] f32   weight [outputs, width] int8, or int4 two in a byte   scale [outputs] or [outputs, groups] f32
          → [..., outputs], or [..., outputs / 2] when gated: silu(first half) * second half
 """
@@ -34,6 +35,7 @@ class Shape(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("input_group", ctypes.c_int32),
+        ("epsilon", ctypes.c_float),
         ("gated", ctypes.c_bool),
     )
 
@@ -54,12 +56,15 @@ class Library:
         self._library.forgeline_pack(ctypes.byref(shape), _pointer(weight), _pointer(scale), per_row, _pointer(packed))
         return packed
 
-    def multiply(self, shape: Shape, packed: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """x [rows, width] f32 → [rows, outputs] f32, or half of them when gated."""
+    def multiply(
+        self, shape: Shape, packed: np.ndarray, x: np.ndarray, norm: np.ndarray | None = None, residual: np.ndarray | None = None
+    ) -> np.ndarray:
+        """x [rows, width] f32 → [rows, outputs] f32, or half of them when gated. norm [width], residual like the result."""
         x = np.ascontiguousarray(x, np.float32)
         y = np.empty((len(x), shape.outputs // 2 if shape.gated else shape.outputs), np.float32)
+        inputs = [None if each is None else _pointer(np.ascontiguousarray(each, np.float32)) for each in (norm, residual)]
         rows = ctypes.c_int64(len(x))
-        self._library.forgeline_multiply(ctypes.byref(shape), _pointer(packed), _pointer(x), rows, _pointer(y))
+        self._library.forgeline_multiply(ctypes.byref(shape), _pointer(packed), _pointer(x), *inputs, rows, _pointer(y))
         return y
 
 
@@ -70,12 +75,14 @@ def add_to(core: ov.Core, path: str | os.PathLike[str]) -> None:
     factory.add_extension(os.fspath(path))
 
     def convert(node: Any) -> list[ov.Output]:
-        names = [name for name, _ in Shape._fields_]
-        attributes = {name: node.get_attribute(name) for name in names}
-        attributes["gated"] = bool(attributes["gated"])
+        shape = {name: node.get_attribute(name) for name, _ in Shape._fields_}
+        flags = {name: bool(node.get_attribute(name)) for name in ("gated", "normed", "added")}
         weight, scale = (node.get_input(index).get_node() for index in (1, 2))
-        packed = library.pack(Shape(**attributes), _bytes(weight), scale.data)
-        made = factory.create(LOWERED_OP, [node.get_input(0), ov_op.Constant(packed, shared_memory=True)], attributes)
+        packed = library.pack(Shape(**{**shape, "gated": flags["gated"]}), _bytes(weight), scale.data)
+        further = [node.get_input(index) for index in range(3, 3 + flags["normed"] + flags["added"])]
+        made = factory.create(
+            LOWERED_OP, [node.get_input(0), ov_op.Constant(packed, shared_memory=True), *further], {**shape, **flags}
+        )
         return [made.output(0)]
 
     core.add_extension(os.fspath(path))

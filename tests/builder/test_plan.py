@@ -11,6 +11,7 @@ import pytest
 
 from builder.cli import main
 from builder.plan import GIB, GPUS, Shape, decode_floor, kv_bytes_per_token, make_plan, prefill_floor, process_need, weight_bytes
+from plugins.quantized_matmul import native
 from runtime.config import RuntimeConfig, resolve
 from runtime.contract import KVSpec, LayerSpec, Manifest, ModelSpec, PrecisionSpec
 from runtime.errors import BuildError, InvalidRequest
@@ -109,9 +110,11 @@ def test_on_the_cpu_the_whole_process_counts() -> None:
     assert make_plan(SHAPE, precision="int8", memory=need.total + 1152, process=True, **options)["max_tokens"] == 1
 
 
+@pytest.mark.parametrize("kernels", ["forgeline", "openvino"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int8-wo", "int8-sq", "int4", "fp8"])
-def test_loading_enforces_what_the_plan_says(precision: str) -> None:
+def test_loading_enforces_what_the_plan_says(precision: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model as an engine: the budget that the plan calls enough for n blocks loads n blocks."""
+    monkeypatch.setattr(native, "why_not", lambda: "" if kernels == "forgeline" else "no compiler")
     shape = dataclasses.replace(SHAPE, table_parameters=SHAPE.vocab_size * SHAPE.hidden_size, num_parameters=1_324_288)
     planned = process_need(shape, precision, 4, 512)
     model = ModelSpec(
@@ -122,7 +125,7 @@ def test_loading_enforces_what_the_plan_says(precision: str) -> None:
         schema_version=1, forgeline_version="0", created="", target="cpu", model=model,
         precision=PrecisionSpec(
             precision, "", "", "", "", emulated=precision == "fp8",
-            details={"dynamic_quantization_group_size": 64 if integer else 0},
+            details={"dynamic_quantization_group_size": 64 if integer else 0, "kernels": kernels if integer else "openvino"},
         ),
         kv_cache=KVSpec("u8", "u8", 32, "test", 1152), max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=512,
         libraries={}, plan={}, checksums={}, weight_bytes=int(weight_bytes(shape, precision)),
