@@ -95,6 +95,7 @@ class Reply:
         self.engine_ids: list[str] = []
         self.cancelled_by = ""
         self.closed = False
+        self.last_asked = time.monotonic()  # about its client
         timeouts = [generation.timeout_s for generation in generations if generation.timeout_s]
         self.deadline = time.monotonic() + min(timeouts) if timeouts else 0.0
         self._pb_utils = pb_utils

@@ -72,6 +72,32 @@ def test_closing_the_model_ends_what_runs(make_model: Make) -> None:
     assert error is not None and error.message == "the server is shutting down; send the request to another server"
 
 
+def test_clients_are_asked_about_in_turn_and_eight_in_a_period(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(cancellation_check_period_ms="7")
+    asked: list[list[int]] = [[]]
+    wait = model.closing.wait
+
+    def new_period(timeout: float) -> bool:
+        if timeout == 0.007:  # not the metrics thread's
+            asked.append([])
+        return wait(timeout)
+
+    def ask(number: int) -> bool:
+        asked[-1].append(number)
+        return False
+
+    senders = [start(model, stream())[0] for _ in range(20)]
+    for number, sender in enumerate(senders):
+        monkeypatch.setattr(sender, "is_cancelled", lambda number=number: ask(number))
+    monkeypatch.setattr(model.closing, "wait", new_period)
+    begun = len(asked) + 3  # by then each was asked about since all are there
+    wait_until(lambda: len(asked) > begun + 10)
+    rounds = asked[begun : begun + 10]
+    assert [len(numbers) for numbers in rounds] == [8] * 10
+    order = [number for numbers in rounds for number in numbers]
+    assert sorted(order[:20]) == list(range(20)) and order == order[:20] * 4
+
+
 def test_triton_is_never_asked_about_a_client_that_has_its_final_response(make_model: Make) -> None:
     model = make_model()
     sender, running = start(model, stream())
