@@ -110,6 +110,8 @@ def _quantized(node: ir.Node, input_group: int) -> tuple[ir.Value, ir.Value, int
     if len(shape) != 2 or shape[1] % _WIDTHS or scale.const_value.dtype != ir.DataType.FLOAT:
         return None
     per_scale = dequantize.attributes.get_int("block_size", 0)
+    if shape[1] % (per_scale or 1) or (per_scale and _BITS[weight.const_value.dtype] == 8):
+        return None
     group = next((size for size in GROUPS if input_group % size == 0 and (per_scale or size) % size == 0), None)
     return None if group is None else (weight, scale, group)
 

@@ -22,7 +22,7 @@ constexpr int IN_REGISTERS = 4;          // rows up to which a tile keeps its fl
 constexpr int PREFETCH = 4096;           // bytes ahead; the hardware's prefetcher stops at pages
 constexpr int64_t SMALL_ROWS = 4;        // whose inputs one thread rounds: less work than waking another
 constexpr int64_t BLOCK_BYTES = 384 << 10;  // of rounded inputs that stay in the second-level cache while panels pass
-constexpr int64_t PANELS_PER_TASK = 4;   // where there are rows enough to keep threads busy
+constexpr int64_t TASKS_PER_THREAD = 8;   // where there are rows enough: the last to end waits for little
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -113,6 +113,8 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
     constexpr int STEP = BITS == 4 ? 128 : 256;  // bytes of eight columns
     const __m512i low = _mm512_set1_epi8(15);
     const int64_t groups = shape.groups();
+    const float* row_scales = reinterpret_cast<const float*>(panel);  // with 8 bits
+    if constexpr (BITS == 8) panel += PANEL * sizeof(float);
     alignas(64) float kept[ROWS * PANEL];
     __m512 sums[SMALL ? ROWS * 2 : 1];
     each<ROWS * 2>([&](auto i) __attribute__((always_inline)) {
@@ -121,7 +123,7 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
     });
     for (int64_t g = 0; g < groups; ++g) {
         const float* scales = reinterpret_cast<const float*>(panel);
-        const uint8_t* weights = panel + PANEL * sizeof(float);
+        const uint8_t* weights = BITS == 4 ? panel + PANEL * sizeof(float) : panel;
         const int columns_here = int(std::min<int64_t>(GROUP, shape.width - g * GROUP));
         panel = weights + size_t(columns_here) * PANEL * BITS / 8;
         const int64_t at = g * in.rows + row;
@@ -162,10 +164,12 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
             });
         }
         each<2>([&](auto b) __attribute__((always_inline)) {
-            const __m512 scale = _mm512_loadu_ps(scales + b * LANES);
+            __m512 scale;
+            if constexpr (BITS == 4) scale = _mm512_loadu_ps(scales + b * LANES);
             each<ROWS>([&](auto m) __attribute__((always_inline)) {
                 constexpr int i = m * 2 + b;
-                const __m512 both_scales = _mm512_mul_ps(scale, _mm512_set1_ps(in.scales[at + m]));
+                __m512 both_scales = _mm512_set1_ps(in.scales[at + m]);
+                if constexpr (BITS == 4) both_scales = _mm512_mul_ps(scale, both_scales);
                 if constexpr (SMALL) {
                     const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(acc[i], second[i]));
                     sums[i] = _mm512_fmadd_ps(total, both_scales, sums[i]);
@@ -176,9 +180,13 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
             });
         });
     }
-    if constexpr (SMALL) {
-        each<ROWS * 2>([&](auto i) __attribute__((always_inline)) { _mm512_store_ps(kept + i * LANES, sums[i]); });
-    }
+    each<ROWS * 2>([&](auto i) __attribute__((always_inline)) {
+        __m512 sum;
+        if constexpr (SMALL) sum = sums[i];
+        else if constexpr (BITS == 8) sum = _mm512_load_ps(kept + i * LANES);
+        if constexpr (BITS == 8) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(row_scales + i % 2 * LANES));
+        if constexpr (SMALL || BITS == 8) _mm512_store_ps(kept + i * LANES, sum);
+    });
     if (shape.gated) write_gated(kept, ROWS, to, row, column);
     else write(kept, ROWS, to, row, column);
 }
@@ -260,7 +268,7 @@ void in_parallel(int64_t count, F&& f) {
 
 void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64_t scales_per_row, uint8_t* packed) {
     const int64_t half = shape.outputs / 2;
-    const int64_t columns_per_scale = (shape.width + scales_per_row - 1) / scales_per_row;
+    const int64_t columns_per_scale = shape.width / scales_per_row;
     in_parallel(shape.panels(), [&](int64_t panel) {
         uint8_t* to = packed + panel * shape.panel_bytes();
         int64_t rows[PANEL];  // of the matrix; -1 where there is none
@@ -270,10 +278,12 @@ void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64
             rows[lane] = exists ? row : -1;
         }
         for (int64_t g = 0; g < shape.groups(); ++g) {
-            float* scale = reinterpret_cast<float*>(to);
-            for (int lane = 0; lane < PANEL; ++lane)
-                scale[lane] = rows[lane] < 0 ? 0.0f : scales[rows[lane] * scales_per_row + g * shape.group / columns_per_scale];
-            to += PANEL * sizeof(float);
+            if (g < shape.scales()) {
+                float* scale = reinterpret_cast<float*>(to);
+                for (int lane = 0; lane < PANEL; ++lane)
+                    scale[lane] = rows[lane] < 0 ? 0.0f : scales[rows[lane] * scales_per_row + g * shape.group / columns_per_scale];
+                to += PANEL * sizeof(float);
+            }
             for (int64_t column = g * shape.group; column < std::min(shape.width, (g + 1) * shape.group); column += 8) {
                 for (int lane = 0; lane < PANEL; ++lane) {
                     uint8_t* place = to + (lane / LANES) * 64 + (lane % LANES) * 4;
@@ -339,12 +349,12 @@ void multiply(const Shape& shape, const uint8_t* packed, const float* x, const f
         return;
     }
     const int64_t blocks = std::max<int64_t>(1, (rows * shape.width + BLOCK_BYTES - 1) / BLOCK_BYTES);
-    const int64_t chunks = (panels + PANELS_PER_TASK - 1) / PANELS_PER_TASK;
+    const int64_t per_task = std::max<int64_t>(1, panels / (TASKS_PER_THREAD * threads)), chunks = (panels + per_task - 1) / per_task;
     tbb::parallel_for(
         int64_t(0), blocks * chunks,
         [&](int64_t task) {
-            const int64_t block = task / chunks, first = task % chunks * PANELS_PER_TASK;
-            run(first, std::min(first + PANELS_PER_TASK, panels), rows * block / blocks, rows * (block + 1) / blocks);
+            const int64_t block = task / chunks, first = task % chunks * per_task;
+            run(first, std::min(first + per_task, panels), rows * block / blocks, rows * (block + 1) / blocks);
         },
         tbb::simple_partitioner());
 }

@@ -2,8 +2,8 @@
 //
 //   y[m, n] = sum over groups g of  scale_x[m, g] * scale_w[n, g] * sum over k in g of  q_x[m, k] * q_w[n, k]
 //
-// Inputs are rounded to 8 bits here, one scale for `input_group` values of a row; weights have 4 or 8 bits, one scale for `group`
-// values of a row. Integer sums are exact and floats are added in the order of the groups, so a row's result does not depend on
+// Inputs are rounded to 8 bits here, one scale for `input_group` values of a row. Weights have 4 bits and one scale for `group`
+// values of a row, or 8 bits and one scale for a row. Integer sums are exact and floats are added in the order of the groups, so a row's result does not depend on
 // the rows beside it, on the number of threads, or on the tile that computed it.
 #pragma once
 
@@ -23,12 +23,13 @@ struct Shape {
 
     int64_t groups() const { return (width + group - 1) / group; }
     int64_t panels() const { return (outputs + 31) / 32; }
-    size_t panel_bytes() const { return size_t(groups()) * 32 * sizeof(float) + size_t(width) * 32 * bits / 8; }
+    int64_t scales() const { return bits == 4 ? groups() : 1; }  // of a row of weights
+    size_t panel_bytes() const { return size_t(scales()) * 32 * sizeof(float) + size_t(width) * 32 * bits / 8; }
     size_t packed_bytes() const { return size_t(panels()) * panel_bytes(); }
 };
 
-// Weights as ONNX stores them (int8 [outputs, width]; int4 two in a byte, the first in the low half) and scales, f32 [outputs] where
-// `scales_per_row` is 1 and [outputs, scales_per_row] otherwise → panels of 32 rows, in the order the kernel reads them.
+// Weights as ONNX stores them (int8 [outputs, width]; int4 two in a byte, the first in the low half) and scales, f32 [outputs,
+// scales_per_row], which divides the width → panels of 32 rows, in the order the kernel reads them.
 void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64_t scales_per_row, uint8_t* packed);
 
 // x f32 [rows, width] → y f32 [rows, outputs, or half of them when gated]. Runs on the threads of the caller's TBB arena.
