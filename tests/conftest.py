@@ -68,3 +68,14 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return engines[precision]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels() -> Path:
+    """The CPU kernels' library, compiled unless it is in the cache; skips where it cannot be."""
+    from builder.targets.openvino_kernels import library
+    from plugins.quantized_matmul import native
+
+    if reason := native.why_not():
+        pytest.skip(reason)
+    return library()

@@ -44,11 +44,12 @@ def build(
     kv_cache_dtype: str = "auto",
     group_size: int | None = None,
     compute_dtype: str = "f32",
+    kernels: str = "openvino",
 ) -> Built:
     model = fused(exported)
     key, value = resolve_kv_dtype(kv_cache_dtype, precision, model, compute_dtype)
     report = quantize(model, precision, group_size=group_size)
-    types = {"key_dtype": key, "value_dtype": value, "precision": precision, "compute_dtype": compute_dtype}
+    types = {"key_dtype": key, "value_dtype": value, "precision": precision, "compute_dtype": compute_dtype, "kernels": kernels}
     plan = build_plan(model, directory / "plan", exported.spec, **types)
     return Built(directory, manifest(exported.spec, precision, report, plan), report, plan)
 
