@@ -178,7 +178,7 @@ class BuildConfig:
         if self.target == "cpu" and self.cpu_kernels != "openvino":
             from plugins.quantized_matmul import native  # needs openvino
 
-            options["cpu_kernels"] = native.why_not() or native.identity()
+            options["compiled_kernels"] = native.why_not() or native.identity()
         return _digest({"source": source_sha256, "options": options, "code": code_sha256("builder", "plugins", "runtime")})
 
 

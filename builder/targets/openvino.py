@@ -17,6 +17,7 @@ Raises   UnsupportedModel, BuildError for options; PrecisionLost, FusionMismatch
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,14 +103,13 @@ def build_plan(
     value_dtype: str,
     precision: str,
     compute_dtype: str = "f32",
-    kernels: str = "openvino",
-    use_cache: bool = True,
+    kernels: Path | None = None,
     num_threads: int = 1,
 ) -> PlanResult:
     """Write the plan into `plan_dir` (the bundle's plan directory) and check what OpenVINO makes of it.
 
-    `canonical` is fused and quantized; it is left as it was, apart from functions attached to it. `kernels`: openvino or
-    forgeline, for the layers whose inputs are rounded to int8 while they run; without any the plan has none of ours.
+    `canonical` is fused and quantized; it is left as it was, apart from functions attached to it. `kernels`: our own, compiled,
+    for layers whose inputs are rounded to int8 while they run; None, or a model without such layers: OpenVINO's.
     """
     plan_dir.mkdir(parents=True, exist_ok=True)
     attach_functions(canonical)
@@ -118,10 +118,7 @@ def build_plan(
     lowered = ir.load(path)  # its weights refer to the file just written
     rounding = lower_rounding(lowered)
     facts = lower(lowered)
-    own = openvino_matmul.lower_matmuls(lowered, rounding.group_size) if kernels == "forgeline" and rounding.group_size else 0
-    library = plan_dir / _LIBRARY if own else None
-    if library is not None:
-        openvino_matmul.library(library, use_cache=use_cache)
+    own = openvino_matmul.lower_matmuls(lowered, rounding.group_size) if kernels is not None and rounding.group_size else 0
     want = openvino_check.expected(lowered.graph, facts.rotary)
     ir.save(lowered, plan_dir / "model.onnx")
     del lowered
@@ -138,8 +135,9 @@ def build_plan(
     )
     assert compute_dtype == "f32" or not rounding.emulated, f"{rounding.emulated} would be emulated in {compute_dtype}"
     start = time.perf_counter()
-    if library is not None:
-        quantized.add_to(core, library)
+    if own and kernels is not None:
+        shutil.copyfile(kernels, plan_dir / _LIBRARY)
+        quantized.add_to(core, plan_dir / _LIBRARY)
     compiled = core.compile_model(paged.read_model(core, plan_dir / "model.onnx"), "CPU", options)
     compile_ms = (time.perf_counter() - start) * 1e3
     runtime_types = openvino_check.check(compiled, want, compute_dtype)

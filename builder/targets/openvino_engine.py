@@ -16,9 +16,9 @@ from builder.quantize import kv_cache, layer_inputs, quantize
 from builder.quantize.scheme import scheme_of
 from builder.quantized.grid import Origin
 from builder.stages import Stages
+from builder.targets import openvino_kernels
 from builder.targets.compiled import Compiled
 from builder.targets.openvino import build_plan, check_kv_dtype, require, resolve_kv_dtype
-from builder.targets.openvino_matmul import resolve
 from runtime.contract import PLAN_DIR, TOKENIZER_DIR, Manifest, ModelSpec
 from runtime.errors import BuildError
 from runtime.executors.base import Executor
@@ -32,7 +32,7 @@ def check_options(config: BuildConfig) -> None:
     """What can be refused before there is a graph."""
     compute_dtype = config.compute_dtype or "f32"
     require(compute_dtype)
-    resolve(config.cpu_kernels, compute_dtype)
+    openvino_kernels.require(config.cpu_kernels, compute_dtype)
     if config.kv_cache_dtype not in ("f32", "f32:f32"):  # which a model with its attention unfused has whatever it computes in
         check_kv_dtype(config.kv_cache_dtype, compute_dtype)
 
@@ -43,7 +43,6 @@ def compile_engine(
     threads = len(os.sched_getaffinity(0))
     model = ir.load(canonical / "model.onnx")  # weights stay on disk, mapped
     compute_dtype = config.compute_dtype or "f32"
-    kernels, without = resolve(config.cpu_kernels, compute_dtype)
     key_dtype, value_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.precision, model, compute_dtype)
     scheme = scheme_of(config.precision)
     static = scheme.static if config.activation_scales == "auto" else config.activation_scales == "static"
@@ -63,6 +62,7 @@ def compile_engine(
         )
         kv_cache.insert(model, key_dtype, value_dtype)
     with stages("compile"):
+        kernels, without = openvino_kernels.choose(config.cpu_kernels, compute_dtype, use_cache=config.use_cache)
         shutil.rmtree(staging / PLAN_DIR, ignore_errors=True)  # of an attempt before
         plan = build_plan(
             model,
@@ -73,7 +73,6 @@ def compile_engine(
             precision=config.precision,
             compute_dtype=compute_dtype,
             kernels=kernels,
-            use_cache=config.use_cache,
             num_threads=threads,
         )
     if without and plan.activations == "int8":

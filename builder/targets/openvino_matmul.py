@@ -11,56 +11,16 @@ width that is no multiple of 32 stays with OpenVINO.
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
-
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from builder.targets.openvino_build import NodeBuilder, replace
 from plugins.paged_attention.op import DOMAIN
-from plugins.quantized_matmul import native
 from plugins.quantized_matmul.openvino import GROUPS, LOWERED_OP
-from runtime.contract import cache_root
-from runtime.errors import BuildError
 
 _BITS = {ir.DataType.INT8: 8, ir.DataType.INT4: 4}
 _EPSILON = 1e-5  # ONNX's default
 _WIDTHS = 32  # the kernels take multiples
-
-
-def resolve(asked: str, compute_dtype: str) -> tuple[str, str]:
-    """forgeline or openvino, and why not forgeline where `auto` chose.  Raises  BuildError when it was asked for in vain."""
-    if asked == "openvino":
-        return "openvino", ""
-    reason = native.why_not() if compute_dtype == "f32" else f"they compute in f32, not in {compute_dtype}"
-    if not reason:
-        return "forgeline", ""
-    if asked == "forgeline":
-        raise BuildError(
-            f"--cpu-kernels forgeline is not available: {reason}; install g++ on a CPU with AVX512-VNNI and leave "
-            "--compute-dtype at f32, or choose --cpu-kernels openvino"
-        )
-    return "openvino", reason
-
-
-def library(path: Path, *, use_cache: bool) -> None:
-    """Write the compiled kernels to `path`.  Raises  BuildError with what the compiler said"""
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            kept = cached_library() if use_cache else Path(directory) / path.name
-            if not kept.is_file():
-                native.compile_library(kept)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(kept.read_bytes())
-    except (native.CompilerError, OSError, RuntimeError) as error:
-        raise BuildError(f"the CPU kernels cannot be compiled ({error}); build with --cpu-kernels openvino") from error
-
-
-def cached_library() -> Path:
-    """Where this version's library is kept once it is compiled, for the next engine.  Raises  RuntimeError without a home"""
-    return cache_root() / "kernels" / f"{native.identity()[:32]}{os.extsep}so"
 
 
 def lower_matmuls(model: ir.Model, input_group: int) -> int:
