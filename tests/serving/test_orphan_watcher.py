@@ -134,7 +134,7 @@ def test_a_model_has_one_until_it_is_finalized(make_model: Make) -> None:
         return found
 
     model = make_model()
-    assert watchers() == [[NAME, str(os.getpid()), str(os.getppid()), ""]]
+    wait_until(lambda: watchers() == [[NAME, str(os.getpid()), str(os.getppid()), ""]])  # its command line is empty at first
     model.finalize()
     assert watchers() == []
 
