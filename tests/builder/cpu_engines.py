@@ -44,7 +44,7 @@ def build(
     kv_cache_dtype: str = "auto",
     group_size: int | None = None,
     compute_dtype: str = "f32",
-    kernels: str = "openvino",
+    kernels: Path | None = None,
 ) -> Built:
     model = fused(exported)
     key, value = resolve_kv_dtype(kv_cache_dtype, precision, model, compute_dtype)
