@@ -110,4 +110,7 @@ def _cpu_flags() -> frozenset[str]:
 def _version(path: str | None) -> str:
     if path is None:
         return ""
-    return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout.partition("\n")[0]
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout.partition("\n")[0]
+    except (OSError, subprocess.TimeoutExpired):  # compiling will say so
+        return ""
