@@ -49,7 +49,13 @@ def build(
     model = fused(exported)
     key, value = resolve_kv_dtype(kv_cache_dtype, precision, model, compute_dtype)
     report = quantize(model, precision, group_size=group_size)
-    types = {"key_dtype": key, "value_dtype": value, "precision": precision, "compute_dtype": compute_dtype, "kernels": kernels}
+    types: dict[str, Any] = {
+        "key_dtype": key,
+        "value_dtype": value,
+        "precision": precision,
+        "compute_dtype": compute_dtype,
+        "kernels": kernels,
+    }
     plan = build_plan(model, directory / "plan", exported.spec, **types)
     return Built(directory, manifest(exported.spec, precision, report, plan), report, plan)
 

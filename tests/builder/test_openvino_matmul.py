@@ -388,7 +388,7 @@ def test_logits_do_not_depend_on_what_shares_the_step(llama: Built) -> None:
     together = Sequences(llama.executor(num_blocks=32))
     names = [f"{n}" for n in range(14)]
     prompts = {name: prompt(3 + n, n) for n, name in enumerate(names)}
-    found = [together.step(prompts, rows=np.cumsum([len(each) for each in prompts.values()]) - 1)[0]]
+    found = [together.step(prompts, rows=(np.cumsum([len(each) for each in prompts.values()]) - 1).tolist())[0]]
     found += [together.step({name: [5 + n + step] for n, name in enumerate(names)})[0] for step in range(3)]
     for n in (0, 6, 13):
         alone = Sequences(llama.executor())
