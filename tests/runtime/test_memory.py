@@ -7,15 +7,20 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from runtime import LLM
+from runtime.bench.roofline import LiveRoofline
 from runtime.request import SamplingParams
 
 STOPPED = SamplingParams(max_tokens=3, ignore_eos=True, stop=("zzz",))
 SAMPLED = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, seed=1, logprobs=2, frequency_penalty=0.5)
 
 
-def test_requests_that_ended_take_no_memory(tiny_engine: Callable[[str], Path]) -> None:
-    """A request that is not forgotten takes 2 kB at least. Prefix cache and pieces of text are full after the first round."""
+def test_requests_that_ended_take_no_memory(tiny_engine: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is not forgotten takes 2 kB at least. Prefix cache and pieces of text are full after the first round, and so
+    is the record of recent steps."""
+    monkeypatch.setattr(LiveRoofline, "MAX_STEPS", 16)
     with LLM(tiny_engine("fp32"), num_blocks=16, max_model_len=256) as llm:
 
         def serve(first: int, count: int) -> int:
