@@ -91,7 +91,9 @@ def _norm_before(node: ir.Node) -> ir.Node | None:
     ):
         return None
     weight = norm.inputs[1].const_value if norm.inputs[1] is not None else None
-    plain = weight is not None and weight.dtype == ir.DataType.FLOAT and len(weight.shape) == 1
+    shape = norm.outputs[0].shape
+    plain = weight is not None and weight.dtype == ir.DataType.FLOAT and shape is not None
+    plain = plain and weight.shape.numpy() == (shape[-1],)  # type: ignore[union-attr,index]
     return norm if plain and norm.attributes.get_int("stash_type", 1) == 1 else None
 
 

@@ -176,8 +176,8 @@ def test_a_gated_layer_is_one_node() -> None:
 
 
 def _unequal(net: Net, y: ir.Value) -> list[ir.Value]:
-    gate, up = net.halves(y, [32, 64])
-    return [net.product(gate, gate, 32), up]
+    gate, up = net.halves(y, [95, 1])
+    return [net.product(gate, up, 95)]
 
 
 def _three(net: Net, y: ir.Value) -> list[ir.Value]:
@@ -207,6 +207,11 @@ def _gate_read(net: Net, y: ir.Value) -> list[ir.Value]:
     return [net.product(gate, up, 48), net.op("Neg", [gate], 48)]
 
 
+def _gate_multiplied(net: Net, y: ir.Value) -> list[ir.Value]:
+    gate, up = net.halves(y, [48, 48])
+    return [net.op("Mul", [gate, net.constant(np.ones(48, np.float32))], 48), net.product(gate, up, 48)]
+
+
 def _up_read(net: Net, y: ir.Value) -> list[ir.Value]:
     gate, up = net.halves(y, [48, 48])
     return [net.product(gate, up, 48), net.op("Neg", [up], 48)]
@@ -231,7 +236,8 @@ def _other_axis(net: Net, y: ir.Value) -> list[ir.Value]:
 @pytest.mark.parametrize(
     "behind",
     [
-        _unequal, _three, _exchanged, _crossed, _squared, _gate_read, _up_read, _silu_read, _whole_read, _other_axis,
+        _unequal, _three, _exchanged, _crossed, _squared, _gate_read, _gate_multiplied, _up_read, _silu_read, _whole_read,
+        _other_axis,
     ],
 )  # fmt: skip
 def test_what_only_looks_like_a_gate_stays(behind: Callable[[Net, ir.Value], list[ir.Value]]) -> None:
@@ -263,13 +269,14 @@ def test_a_norm_before_and_a_residual_behind_go_in(first: bool) -> None:
     assert node.outputs[0].name == name
 
 
-def test_a_norm_with_other_readers_or_over_other_axes_stays() -> None:
+def test_a_norm_with_other_readers_axes_or_weights_stays() -> None:
     net = Net()
     shared = net.norm(net.x, 64, axis=-1)
     wide = net.op("RMSNormalization", [net.x, net.constant(np.ones((1, 64), np.float32))], 64, axis=1)
-    outputs = [net.layer(shared, 64), net.layer(shared, 32), net.layer(wide, 48)]
-    assert net.lower(*outputs) == [PLAIN] * 3
-    assert net.kinds().count("RMSNormalization") == 2
+    one = net.op("RMSNormalization", [net.x, net.constant(np.ones(1, np.float32))], 64, axis=-1)
+    outputs = [net.layer(shared, 64), net.layer(shared, 32), net.layer(wide, 48), net.layer(one, 96)]
+    assert net.lower(*outputs) == [PLAIN] * 4
+    assert net.kinds().count("RMSNormalization") == 3
 
 
 def test_sums_that_are_no_residual_stay() -> None:
