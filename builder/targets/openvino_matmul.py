@@ -131,8 +131,12 @@ def _gate_behind(node: ir.Node) -> ir.Node | None:
 
 
 def _in_halves(split: ir.Node) -> bool:
-    sizes = split.inputs[1].const_value if len(split.inputs) > 1 and split.inputs[1] is not None else None
-    equal = sizes is not None and len(set(sizes.numpy().tolist())) == 1
+    x, sizes = split.inputs[0], split.inputs[1] if len(split.inputs) > 1 else None
+    if sizes is not None:
+        equal = sizes.const_value is not None and len(set(sizes.const_value.numpy().tolist())) == 1
+    else:
+        width = x.shape[-1] if x is not None and x.shape is not None else None
+        equal = isinstance(width, int) and width % 2 == 0
     return equal and split.attributes.get_int("axis", 0) in (-1, 2)
 
 

@@ -164,9 +164,11 @@ def test_a_weight_read_twice_serves_both() -> None:
     assert sorted(net.kinds()) == ["Gather", LOWERED_OP, LOWERED_OP]
 
 
-def test_a_gated_layer_is_one_node() -> None:
+@pytest.mark.parametrize("by_number", [False, True])
+def test_a_gated_layer_is_one_node(by_number: bool) -> None:
     net = Net()
-    gate, up = net.halves(net.layer(net.x, 96), [48, 48])
+    y = net.layer(net.x, 96)
+    gate, up = net.ops("Split", [y], [48, 48], axis=2, num_outputs=2) if by_number else net.halves(y, [48, 48])
     product = net.product(gate, up, 48)
     name = product.name
     assert net.lower(product) == [GATED]
