@@ -28,10 +28,12 @@ import openvino as ov
 
 from builder.quantize.kv_dtypes import parse_pair
 from builder.targets import openvino_check, openvino_matmul
-from builder.targets.openvino_lower import DECOMPOSED, attention_mode, lower, unsupported_attention
+from builder.targets.openvino_lower import DECOMPOSED, PAGED, attention_mode, lower, unsupported_attention
 from builder.targets.openvino_quantize import lower_rounding
 from plugins.paged_attention import openvino as paged
+from plugins.paged_attention.native.attention import supports
 from plugins.paged_attention.op import PAGED_ATTENTION, attach_functions
+from plugins.paged_attention.openvino_own import OwnAttention
 from plugins.quantized_matmul import openvino as quantized
 from runtime.contract import PLAN_DIR, KVSpec, ModelSpec
 from runtime.errors import BuildError, UnsupportedModel
@@ -118,8 +120,13 @@ def build_plan(
     lowered = ir.load(path)  # its weights refer to the file just written
     rounding = lower_rounding(lowered)
     facts = lower(lowered)
+    attention = (
+        kernels is not None
+        and facts.mode == PAGED
+        and all(supports(layer.head_dim, key_dtype, value_dtype) for layer in spec.layers)
+    )
     own = openvino_matmul.lower_matmuls(lowered, rounding.group_size) if kernels is not None and rounding.group_size else 0
-    want = openvino_check.expected(lowered.graph, facts.rotary)
+    want = openvino_check.expected(lowered.graph, facts.rotary, attention)
     ir.save(lowered, plan_dir / "model.onnx")
     del lowered
 
@@ -135,20 +142,22 @@ def build_plan(
     )
     assert compute_dtype == "f32" or not rounding.emulated, f"{rounding.emulated} would be emulated in {compute_dtype}"
     start = time.perf_counter()
-    if own and kernels is not None:
-        shutil.copyfile(kernels, plan_dir / _LIBRARY)
-        quantized.add_to(core, plan_dir / _LIBRARY)
-    compiled = core.compile_model(paged.read_model(core, plan_dir / "model.onnx"), "CPU", options)
+    library = plan_dir / _LIBRARY
+    if kernels is not None and (own or attention):
+        shutil.copyfile(kernels, library)
+        quantized.add_to(core, library)
+    attend = OwnAttention(library, key_dtype, value_dtype) if attention else None
+    compiled = core.compile_model(paged.read_model(core, plan_dir / "model.onnx", attend), "CPU", options)
     compile_ms = (time.perf_counter() - start) * 1e3
     runtime_types = openvino_check.check(compiled, want, compute_dtype)
-    stored = {value.element_type for value in paged.pool_blocks(compiled).values()}
+    stored = {value.element_type for value in paged.pool_blocks(compiled).values()} if attend is None else set()
     assert stored <= {key_dtype, value_dtype}, f"OpenVINO stores the KV cache as {stored}, not as {key_dtype}, {value_dtype}"
-    layout = paged.LAYOUT_PLAIN if facts.mode == DECOMPOSED else paged.LAYOUT_PAGED
+    layout = paged.LAYOUT_OWN if attend else paged.LAYOUT_PLAIN if facts.mode == DECOMPOSED else paged.LAYOUT_PAGED
     return PlanResult(
         plan={
             "model": f"{PLAN_DIR}/model.onnx",
             "canonical": f"{PLAN_DIR}/canonical.onnx",
-            **({"kernels": f"{PLAN_DIR}/{_LIBRARY}"} if own else {}),
+            **({"kernels": f"{PLAN_DIR}/{_LIBRARY}"} if library.is_file() else {}),
         },
         kv_cache=KVSpec(key_dtype, value_dtype, paged.BLOCK_SIZE, layout, _bytes_per_token(compiled, spec)),
         libraries={paged.LIBRARY: paged.library_version()},
@@ -159,11 +168,22 @@ def build_plan(
             "arithmetic": f"f32, emulating {rounding.emulated}" if rounding.emulated else compute_dtype,
             "weights_widened_on_load": precision == "bf16",
             "dynamic_quantization_group_size": group_size,
-            "kernels": "forgeline" if own else "openvino",
+            "kernels": _kernels(own, runtime_types),
+            "rows_independent": attention and not _matrices(runtime_types),
         },
         runtime_types=runtime_types,
         compile_ms=compile_ms,
     )
+
+
+def _matrices(runtime_types: dict[str, int]) -> int:
+    """Layers that OpenVINO's matrix kernels run."""
+    return sum(count for kind, count in runtime_types.items() if kind.partition(":")[0] in ("FullyConnected", "MatMul"))
+
+
+def _kernels(own: int, runtime_types: dict[str, int]) -> str:
+    """Whose kernels run the layers with weights: openvino, forgeline or both."""
+    return "openvino" if not own else "both" if _matrices(runtime_types) else "forgeline"
 
 
 def _bytes_per_token(compiled: ov.CompiledModel, spec: ModelSpec) -> int:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 import openvino as ov
 
 from plugins.paged_attention.op import DOMAIN
+from plugins.paged_attention.openvino import LOWERED_OP as ATTENTION_OP
 from plugins.paged_attention.openvino import computes_in
 from plugins.quantized_matmul.openvino import LOWERED_OP as OWN_OP
 from runtime.errors import FusionMismatch, PrecisionLost
@@ -46,7 +47,7 @@ class Expected:
     norms: int = 0  # RMSNormalization nodes, each one RMS kernel
     rotary: int = 0  # rotary embeddings, each one RoPE kernel
     quantized: tuple[QuantizedLayer, ...] = ()  # on OpenVINO's kernels
-    own: int = 0  # layers on forgeline's kernels
+    own: int = 0  # layers and attention on forgeline's kernels
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Layer:
     weight_type: str  # of its second input, as stored
 
 
-def expected(graph: ir.Graph, rotary: int) -> Expected:
+def expected(graph: ir.Graph, rotary: int, own_attention: bool = False) -> Expected:
     """`rotary`: how many rotary embeddings the graph had before they were lowered."""
     norms = sum(node.op_type == "RMSNormalization" for node in graph)
     quantized = []
@@ -78,7 +79,8 @@ def expected(graph: ir.Graph, rotary: int) -> Expected:
                 group_size=dequantize.attributes.get_int("block_size", 0),
             )
         )
-    own = sum(node.domain == DOMAIN and node.op_type == OWN_OP for node in graph)
+    own_ops = (OWN_OP, ATTENTION_OP) if own_attention else (OWN_OP,)
+    own = sum(node.domain == DOMAIN and node.op_type in own_ops for node in graph)
     return Expected(norms, rotary, tuple(quantized), own)
 
 

@@ -23,6 +23,7 @@ import openvino.op as ov_op
 from openvino.frontend.onnx import ConversionExtension
 
 from plugins.paged_attention.op import DOMAIN
+from plugins.paged_attention.openvino_own import OwnAttention
 
 LIBRARY = "openvino"  # in Manifest.libraries
 LOWERED_OP = "OpenVINOPagedAttention"
@@ -36,6 +37,7 @@ KV_PAIRS = {  # by the type it computes in: keys, values that the plug-in has ke
 COMPUTE_DTYPES = tuple(KV_PAIRS)
 _U4_GROUP = 32  # values of four bits under one scale
 LAYOUT_PAGED = "openvino-paged-by-token"  # [num_blocks, Hkv, 32, D or D + 8]
+LAYOUT_OWN = "forgeline-paged"  # [num_blocks, Hkv, 32, bytes]: native/attention.h
 LAYOUT_PLAIN = "plain"  # [num_blocks, 32, Hkv, D]: models whose attention is decomposed
 
 _NOT_IN_NUMPY = {"u4": ov.Type.u4, "bf16": ov.Type.bf16}
@@ -89,11 +91,16 @@ def is_pool(name: str) -> bool:
     return name.startswith(POOL_PREFIXES)
 
 
-def read_model(core: ov.Core, path: str | os.PathLike[str]) -> ov.Model:
-    """Read a lowered model. Pools of a paged model become inputs whose type and layout the plug-in chooses when it compiles."""
-    core.add_extension(ConversionExtension(LOWERED_OP, DOMAIN, _convert))
+def read_model(core: ov.Core, path: str | os.PathLike[str], own: OwnAttention | None = None) -> ov.Model:
+    """Read a lowered model. Pools of a paged model become inputs whose type and layout the plug-in chooses when it compiles.
+
+    own: attention runs on our kernels instead of the plug-in's, and pools are bytes in an order of theirs.
+    """
+    core.add_extension(ConversionExtension(LOWERED_OP, DOMAIN, own.convert if own else _convert))
     model = core.read_model(os.fspath(path))
-    if any(op.get_type_name() == "PagedAttentionExtension" for op in model.get_ops()):
+    if own:
+        own.shape_pools(model)
+    elif any(op.get_type_name() == "PagedAttentionExtension" for op in model.get_ops()):
         for parameter in model.get_parameters():
             if is_pool(parameter.get_friendly_name()):
                 parameter.set_element_type(ov.Type.dynamic)

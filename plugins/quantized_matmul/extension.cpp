@@ -64,7 +64,19 @@ private:
 
 }  // namespace forgeline
 
-OPENVINO_CREATE_EXTENSIONS(std::vector<ov::Extension::Ptr>{std::make_shared<ov::OpExtension<forgeline::QuantizedMatMul>>()})
+namespace forgeline {
+
+void add_attention_extension(std::vector<ov::Extension::Ptr>& extensions);  // attention_op.cpp
+
+static std::vector<ov::Extension::Ptr> extensions() {
+    std::vector<ov::Extension::Ptr> all{std::make_shared<ov::OpExtension<QuantizedMatMul>>()};
+    add_attention_extension(all);
+    return all;
+}
+
+}  // namespace forgeline
+
+OPENVINO_CREATE_EXTENSIONS(forgeline::extensions())
 
 #define EXPORT __attribute__((visibility("default")))
 

@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels: C++ of this package → a library for the CPU and the OpenVINO of this machine.
+"""Compiles the CPU kernels, of matrices and of attention: C++ → a library for the CPU and the OpenVINO of this machine.
 
 Needs    a C++17 compiler ($CXX, g++, c++ or clang++) where engines are built; the runtime needs none
          the headers and libraries that OpenVINO's wheel brings, oneTBB's among them
@@ -19,8 +19,9 @@ from pathlib import Path
 
 import openvino as ov
 
-SOURCES = (Path(__file__).parent / "kernels.cpp", Path(__file__).parent / "extension.cpp")
-HEADERS = (Path(__file__).parent / "kernels.h",)
+_PLACES = (Path(__file__).parent, Path(__file__).parent.parent / "paged_attention" / "native")
+SOURCES = tuple(file for place in _PLACES for file in sorted(place.glob("*.cpp")))
+HEADERS = tuple(file for place in _PLACES for file in sorted(place.glob("*.h")))
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c")  # as Linux names them
 OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-s")
 _COMPILERS = ("g++", "c++", "clang++")

@@ -21,6 +21,7 @@ from openvino.frontend.onnx import ConversionExtension
 from openvino.utils.node_factory import NodeFactory
 
 from plugins.paged_attention.op import DOMAIN
+from plugins.quantized_matmul.arena import Arena
 
 LOWERED_OP = "QuantizedMatMul"
 GROUPS = (128, 64, 32)  # columns under one sum that the kernels know
@@ -46,12 +47,13 @@ class Library:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._library = ctypes.CDLL(os.fspath(path))
         self._library.forgeline_packed_bytes.restype = ctypes.c_size_t
+        self._arena = Arena()
 
     def pack(self, shape: Shape, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
         """weight: int8 [outputs, width] or uint8 [outputs, width / 2]; scale f32 [outputs] or [outputs, n] → uint8 [bytes]."""
         weight, scale = np.ascontiguousarray(weight), np.ascontiguousarray(scale, np.float32)
         assert weight.nbytes * 8 == shape.outputs * shape.width * shape.bits, f"{weight.shape} of {shape.bits} bits"
-        packed = np.empty(self._library.forgeline_packed_bytes(ctypes.byref(shape)), np.uint8)
+        packed = self._arena.take(self._library.forgeline_packed_bytes(ctypes.byref(shape)))
         per_row = ctypes.c_int64(scale.size // shape.outputs)
         self._library.forgeline_pack(ctypes.byref(shape), _pointer(weight), _pointer(scale), per_row, _pointer(packed))
         return packed

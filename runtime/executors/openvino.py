@@ -1,13 +1,14 @@
 """Runs an engine of target cpu on OpenVINO: one ragged step per `execute`, pools updated in place. One thread at a time.
 
-    paged        pools in the layout the CPU plug-in chose when the model was compiled; attention writes them in place
+    paged        pools in the layout of the attention kernels, ours or the CPU plug-in's, which write them in place
     plain        models whose attention is decomposed: each step returns new pools, which the next step reads
 
 Loading compiles the lowered ONNX (OpenVINO cannot cache a compiled paged-attention model); weights are memory-mapped, and their
 pages given back when the plug-in has copied them (mapped_weights.py).
 
 Arithmetic is the engine's: f32, where a request's result does not depend on what shares its steps, or bf16, which is faster and
-promises no such thing, so it needs neither neighbours for single rows nor prompts in parts of two tokens.
+promises no such thing, so it needs neither neighbours for single rows nor prompts in parts of two tokens. Nor do engines that
+run on our kernels alone (quantized layers and attention), whose rows never depend on their neighbours.
 
 Raises   ManifestMismatch when the library, the pool layout or the CPU's arithmetic is not what the engine was built for
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 import openvino as ov
 
 from plugins.paged_attention import openvino as paged
+from plugins.paged_attention.openvino_own import OwnAttention
 from plugins.quantized_matmul import openvino as quantized
 from plugins.quantized_matmul.native import missing_cpu_flags
 from runtime import contract
@@ -33,7 +35,8 @@ from runtime.kv_cache import KVCache, PoolLayout
 from runtime.padding import pad
 
 _GROUP_SIZE = "dynamic_quantization_group_size"
-_LAYOUTS = (paged.LAYOUT_PAGED, paged.LAYOUT_PLAIN)
+_INDEPENDENT = "rows_independent"  # every layer with weights and the attention run on our kernels
+_LAYOUTS = (paged.LAYOUT_OWN, paged.LAYOUT_PAGED, paged.LAYOUT_PLAIN)
 
 
 class OpenVINOExecutor:
@@ -53,8 +56,9 @@ class OpenVINOExecutor:
         self.num_blocks = num_blocks
         self.vocab_size = manifest.model.vocab_size
         compute_dtype = _compute_dtype(manifest)
-        # One new token runs the decode kernel, more run the prefill kernel, and their sums differ in the last bits.
-        self.min_prefill_tokens = self._least_rows = 2 if compute_dtype == "f32" else 1
+        # OpenVINO: one new token runs the decode kernel, more run the prefill kernel, and their sums differ in the last bits.
+        self._rows_independent = bool(manifest.precision.details.get(_INDEPENDENT))
+        self.min_prefill_tokens = self._least_rows = 2 if compute_dtype == "f32" and not self._rows_independent else 1
         model = Path(engine_dir) / manifest.plan["model"]
         compiled = _compile(model, manifest, compute_dtype, num_threads)
         self._weights = MappedWeights(model.parent)
@@ -79,7 +83,8 @@ class OpenVINOExecutor:
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         request = self._request
-        inputs = pad(inputs, self.num_blocks, self.block_size, self._least_rows)
+        if not self._rows_independent:
+            inputs = pad(inputs, self.num_blocks, self.block_size, self._least_rows)
         for name in self._inputs:
             request.set_tensor(name, ov.Tensor(getattr(inputs, name), shared_memory=True))
         request.infer()
@@ -117,8 +122,12 @@ def _compile(path: Path, manifest: Manifest, compute_dtype: str, num_threads: in
             "the engine computes in bf16, which this CPU lacks; run it on a CPU with AVX512-BF16 or AMX, "
             "or rebuild it with --compute-dtype f32"
         )
+    own = None
     if "kernels" in manifest.plan:
-        _add_kernels(core, path.parent.parent / manifest.plan["kernels"])
+        library = path.parent.parent / manifest.plan["kernels"]
+        _add_kernels(core, library)
+        if manifest.kv_cache.layout == paged.LAYOUT_OWN:
+            own = OwnAttention(library, manifest.kv_cache.key_dtype, manifest.kv_cache.value_dtype)
     options = paged.compile_options(
         key_dtype=manifest.kv_cache.key_dtype,
         value_dtype=manifest.kv_cache.value_dtype,
@@ -128,7 +137,7 @@ def _compile(path: Path, manifest: Manifest, compute_dtype: str, num_threads: in
         compute_dtype=compute_dtype,
     )
     try:
-        compiled = core.compile_model(paged.read_model(core, path), "CPU", options)
+        compiled = core.compile_model(paged.read_model(core, path, own), "CPU", options)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise EngineError(f"OpenVINO cannot compile {path} ({reason}); rebuild the engine") from error
