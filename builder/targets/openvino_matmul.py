@@ -1,15 +1,17 @@
 """Quantized layers → forgeline::QuantizedMatMul, for the CPU kernels of plugins/quantized_matmul.
 
-    MatMul(x, Transpose(DequantizeLinear(weight, scale)))                         → QuantizedMatMul(x, weight, scale)
+    MatMul(x, Transpose(DequantizeLinear(weight, scale, zero point)))             → QuantizedMatMul(x, weight, scale, zero point)
     Split of it in halves a, b; a * Sigmoid(a) * b                                → the same node, gated
     RMSNormalization that only it reads                                           → the same node, normed
     Add of another value, which only it feeds                                     → the same node, added
 
-Taken are layers whose inputs are rounded to int8 while they run. What has zero points, experts' matrices of three axes, or a
-width that is no multiple of 32 stays with OpenVINO.
+Taken are layers whose inputs are rounded to int8 while they run. A width that is no multiple of 32 and signed zero points stay
+with OpenVINO.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
@@ -18,7 +20,7 @@ from builder.targets.openvino_build import NodeBuilder, replace
 from plugins.paged_attention.op import DOMAIN
 from plugins.quantized_matmul.openvino import GROUPS, LOWERED_OP
 
-_BITS = {ir.DataType.INT8: 8, ir.DataType.INT4: 4}
+_BITS = {ir.DataType.INT8: 8, ir.DataType.INT4: 4, ir.DataType.UINT4: 4}
 _EPSILON = 1e-5  # ONNX's default
 _WIDTHS = 32  # the kernels take multiples
 
@@ -30,20 +32,23 @@ def lower_matmuls(model: ir.Model, input_group: int) -> int:
         layer = _quantized(node, input_group)
         if layer is None:
             continue
-        weight, scale, group = layer
-        assert weight.const_value is not None
-        outputs, width = weight.const_value.shape
         norm, gate = _norm_before(node), _gate_behind(node)
         last = gate or node
         add, residual = _residual(last)
         last = add or last
+        if last.outputs[0].is_graph_output():
+            continue
+        assert layer.weight.const_value is not None
+        outputs, width = layer.weight.const_value.shape
         attributes = {
-            "outputs": outputs, "width": width, "bits": _BITS[weight.const_value.dtype], "group": group,
-            "input_group": input_group, "epsilon": norm.attributes.get_float("epsilon", _EPSILON) if norm else 0.0,
+            "outputs": outputs, "width": width, "bits": _BITS[layer.weight.const_value.dtype], "group": layer.group,
+            "input_group": input_group, "zero_points": int(layer.zero_point is not None),
+            "epsilon": norm.attributes.get_float("epsilon", _EPSILON) if norm else 0.0,
             "gated": int(gate is not None), "normed": int(norm is not None), "added": int(add is not None),
         }  # fmt: skip
         x, norm_weight = (norm.inputs[0], norm.inputs[1]) if norm else (node.inputs[0], None)
-        inputs = [x, weight, scale, *(value for value in (norm_weight, residual) if value is not None)]
+        further = (value for value in (layer.zero_point, norm_weight, residual) if value is not None)
+        inputs = [x, layer.weight, layer.scale, *further]
         name = last.outputs[0].name
         new = NodeBuilder(model.graph, anchor=last).op(LOWERED_OP, inputs, attributes, domain=DOMAIN)
         replace(last, new)
@@ -56,15 +61,25 @@ def lower_matmuls(model: ir.Model, input_group: int) -> int:
     return count
 
 
-def _quantized(node: ir.Node, input_group: int) -> tuple[ir.Value, ir.Value, int] | None:
-    """Weight, scale and the columns under one sum."""
+@dataclass(frozen=True)
+class _Layer:
+    weight: ir.Value
+    scale: ir.Value
+    zero_point: ir.Value | None
+    group: int  # columns under one sum
+
+
+def _quantized(node: ir.Node, input_group: int) -> _Layer | None:
     transpose = _producer(node, 1, "Transpose") if node.op_type == "MatMul" else None
     dequantize = _producer(transpose, 0, "DequantizeLinear") if transpose is not None else None
-    if dequantize is None or any(value is not None for value in dequantize.inputs[2:]):
+    if dequantize is None:
         return None
-    weight, scale = dequantize.inputs[:2]
+    weight, scale, zero = (*dequantize.inputs, None)[:3]
     assert weight is not None and scale is not None
     if weight.const_value is None or scale.const_value is None or weight.const_value.dtype not in _BITS:
+        return None
+    unsigned = weight.const_value.dtype == ir.DataType.UINT4
+    if unsigned != (zero is not None) or (zero is not None and zero.const_value is None):
         return None
     shape = weight.const_value.shape.numpy()
     if len(shape) != 2 or shape[1] % _WIDTHS or scale.const_value.dtype != ir.DataType.FLOAT:
@@ -73,7 +88,7 @@ def _quantized(node: ir.Node, input_group: int) -> tuple[ir.Value, ir.Value, int
     if shape[1] % (per_scale or 1) or (per_scale and _BITS[weight.const_value.dtype] == 8):
         return None
     group = next((size for size in GROUPS if input_group % size == 0 and (per_scale or size) % size == 0), None)
-    return None if group is None else (weight, scale, group)
+    return None if group is None else _Layer(weight, scale, zero, group)
 
 
 def _producer(node: ir.Node, index: int, op_type: str) -> ir.Node | None:

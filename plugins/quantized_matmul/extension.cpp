@@ -39,6 +39,7 @@ public:
         visitor.on_attribute("bits", m_shape.bits);
         visitor.on_attribute("group", m_shape.group);
         visitor.on_attribute("input_group", m_shape.input_group);
+        visitor.on_attribute("zero_points", m_shape.zero_points);
         visitor.on_attribute("epsilon", m_shape.epsilon);
         visitor.on_attribute("gated", m_shape.gated);
         visitor.on_attribute("normed", m_normed);
@@ -84,8 +85,9 @@ extern "C" {
 
 EXPORT size_t forgeline_packed_bytes(const forgeline::Shape* shape) { return shape->packed_bytes(); }
 
-EXPORT void forgeline_pack(const forgeline::Shape* shape, const uint8_t* weights, const float* scales, int64_t scales_per_row, uint8_t* packed) {
-    forgeline::pack(*shape, weights, scales, scales_per_row, packed);
+EXPORT void forgeline_pack(const forgeline::Shape* shape, const uint8_t* weights, const float* scales, const uint8_t* zero_points,
+                           int64_t scales_per_row, uint8_t* packed) {
+    forgeline::pack(*shape, weights, scales, zero_points, scales_per_row, packed);
 }
 
 EXPORT void forgeline_multiply(const forgeline::Shape* shape, const uint8_t* packed, const float* x, const float* norm,

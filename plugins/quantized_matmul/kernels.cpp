@@ -17,6 +17,7 @@ namespace {
 
 constexpr int LANES = 16;                // floats in a register
 constexpr int PANEL = 2 * LANES;         // outputs of a panel, as two registers
+constexpr int ZEROS_BYTES = 64;          // of a panel's zero points, padded: weights begin on a cache line
 constexpr int MAX_ROWS = 12;             // of a tile: 24 registers of sums, 2 of weights, 2 of inputs
 constexpr int IN_REGISTERS = 4;          // rows up to which a tile keeps its float sums, and two integer sums, in registers
 constexpr int PREFETCH = 4096;           // bytes ahead; the hardware's prefetcher stops at pages
@@ -105,11 +106,11 @@ __attribute__((noinline)) void write_gated(const float* kept, int rows, const Ta
 }
 
 // One panel of 32 outputs, from `column` on, for ROWS rows, from `row` on.
-template <int BITS, int GROUP, int ROWS>
+template <int BITS, bool ZEROS, int GROUP, int ROWS>
 __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, const Rounded& in, int64_t row, const Target& to,
                                     int64_t column) {
     constexpr bool SMALL = ROWS <= IN_REGISTERS;
-    constexpr int OFFSET = BITS == 4 ? 8 : 128;  // weights are stored unsigned
+    constexpr int OFFSET = ZEROS ? 0 : BITS == 4 ? 8 : 128;  // weights are stored unsigned
     constexpr int STEP = BITS == 4 ? 128 : 256;  // bytes of eight columns
     const __m512i low = _mm512_set1_epi8(15);
     const int64_t groups = shape.groups();
@@ -123,7 +124,8 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
     });
     for (int64_t g = 0; g < groups; ++g) {
         const float* scales = reinterpret_cast<const float*>(panel);
-        const uint8_t* weights = BITS == 4 ? panel + PANEL * sizeof(float) : panel;
+        const uint8_t* zero_points = panel + PANEL * sizeof(float);
+        const uint8_t* weights = BITS == 4 ? zero_points + ZEROS * ZEROS_BYTES : panel;
         const int columns_here = int(std::min<int64_t>(GROUP, shape.width - g * GROUP));
         panel = weights + size_t(columns_here) * PANEL * BITS / 8;
         const int64_t at = g * in.rows + row;
@@ -164,18 +166,25 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
             });
         }
         each<2>([&](auto b) __attribute__((always_inline)) {
-            __m512 scale;
+            __m512 scale, zero;
             if constexpr (BITS == 4) scale = _mm512_loadu_ps(scales + b * LANES);
+            if constexpr (ZEROS) {
+                const void* from = zero_points + b * LANES;
+                zero = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+            }
             each<ROWS>([&](auto m) __attribute__((always_inline)) {
                 constexpr int i = m * 2 + b;
                 __m512 both_scales = _mm512_set1_ps(in.scales[at + m]);
                 if constexpr (BITS == 4) both_scales = _mm512_mul_ps(scale, both_scales);
+                __m512i sum = acc[i];
+                if constexpr (SMALL) sum = _mm512_add_epi32(sum, second[i]);
+                __m512 total = _mm512_cvtepi32_ps(sum);
+                if constexpr (ZEROS) total = _mm512_fnmadd_ps(zero, _mm512_set1_ps(float(in.sums[at + m])), total);  // exact: < 2^24
                 if constexpr (SMALL) {
-                    const __m512 total = _mm512_cvtepi32_ps(_mm512_add_epi32(acc[i], second[i]));
                     sums[i] = _mm512_fmadd_ps(total, both_scales, sums[i]);
                 } else {
                     float* p = kept + i * LANES;
-                    _mm512_store_ps(p, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[i]), both_scales, _mm512_load_ps(p)));
+                    _mm512_store_ps(p, _mm512_fmadd_ps(total, both_scales, _mm512_load_ps(p)));
                 }
             });
         });
@@ -193,16 +202,21 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
 
 using Tile = void (*)(const Shape&, const uint8_t*, const Rounded&, int64_t, const Target&, int64_t);
 
-template <int BITS, int GROUP, int... I>
+template <int BITS, bool ZEROS, int GROUP, int... I>
 const Tile* tiles_of(std::integer_sequence<int, I...>) {
-    static const Tile table[] = {tile<BITS, GROUP, I + 1>...};
+    static const Tile table[] = {tile<BITS, ZEROS, GROUP, I + 1>...};
     return table;
 }
 
-template <int BITS>
+template <int BITS, bool ZEROS>
 const Tile* tiles_of(int group) {
-    using Rows = std::make_integer_sequence<int, MAX_ROWS>;
-    return group == 128 ? tiles_of<BITS, 128>(Rows{}) : group == 64 ? tiles_of<BITS, 64>(Rows{}) : tiles_of<BITS, 32>(Rows{});
+    constexpr std::make_integer_sequence<int, MAX_ROWS> rows;
+    return group == 128 ? tiles_of<BITS, ZEROS, 128>(rows) : group == 64 ? tiles_of<BITS, ZEROS, 64>(rows) : tiles_of<BITS, ZEROS, 32>(rows);
+}
+
+const Tile* tiles_of(const Shape& shape) {
+    if (shape.bits == 8) return tiles_of<8, false>(shape.group);
+    return shape.zero_points ? tiles_of<4, true>(shape.group) : tiles_of<4, false>(shape.group);
 }
 
 // Row `m` to integers: round(x / (largest / 127)), ties to even.
@@ -212,8 +226,13 @@ void round_row(const Shape& shape, const float* x, int64_t m, int64_t rows, int8
         const float* from = x + begin * shape.group;
         const float* end = x + std::min(shape.width, (begin + per_scale) * shape.group);
         __m512 largest = _mm512_setzero_ps();
-        for (const float* p = from; p < end; p += LANES) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(p)));
-        const float scale = _mm512_reduce_max_ps(largest) / 127.0f;
+        __mmask16 not_numbers = 0;  // a NaN makes its group's scale one, and so the row; a maximum would lose it
+        for (const float* p = from; p < end; p += LANES) {
+            const __m512 value = _mm512_loadu_ps(p);
+            largest = _mm512_max_ps(largest, _mm512_abs_ps(value));
+            not_numbers |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        }
+        const float scale = not_numbers ? NAN : _mm512_reduce_max_ps(largest) / 127.0f;
         const __m512 divisor = _mm512_set1_ps(scale > 0.0f ? scale : 1.0f);
         for (int64_t g = begin; from < end; ++g) {
             int8_t* to = values + (g * rows + m) * shape.group;
@@ -266,7 +285,9 @@ void in_parallel(int64_t count, F&& f) {
 
 }  // namespace
 
-void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64_t scales_per_row, uint8_t* packed) {
+void pack(const Shape& shape, const uint8_t* weights, const float* scales, const uint8_t* zero_points, int64_t scales_per_row,
+          uint8_t* packed) {
+    const int sign = shape.zero_points ? 0 : 0x88;  // of two's complement, flipped: the weight plus 8
     const int64_t half = shape.outputs / 2;
     const int64_t columns_per_scale = shape.width / scales_per_row;
     in_parallel(shape.panels(), [&](int64_t panel) {
@@ -280,9 +301,13 @@ void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64
         for (int64_t g = 0; g < shape.groups(); ++g) {
             if (g < shape.scales()) {
                 float* scale = reinterpret_cast<float*>(to);
-                for (int lane = 0; lane < PANEL; ++lane)
-                    scale[lane] = rows[lane] < 0 ? 0.0f : scales[rows[lane] * scales_per_row + g * shape.group / columns_per_scale];
                 to += PANEL * sizeof(float);
+                for (int lane = 0; lane < PANEL; ++lane) {
+                    const int64_t at = rows[lane] * scales_per_row + g * shape.group / columns_per_scale;
+                    scale[lane] = rows[lane] < 0 ? 0.0f : scales[at];
+                    if (shape.zero_points) to[lane] = rows[lane] < 0 ? 0 : zero_points[at];
+                }
+                if (shape.zero_points) to += ZEROS_BYTES;
             }
             for (int64_t column = g * shape.group; column < std::min(shape.width, (g + 1) * shape.group); column += 8) {
                 for (int lane = 0; lane < PANEL; ++lane) {
@@ -300,7 +325,7 @@ void pack(const Shape& shape, const uint8_t* weights, const float* scales, int64
                         const uint8_t* from = weights + (rows[lane] * shape.width + column) / 2;
                         for (int i = 0; i < 4; ++i) {  // columns 0-3 in the low halves, 4-7 in the high ones
                             const int a = from[i / 2] >> (i % 2 * 4), b = from[2 + i / 2] >> (i % 2 * 4);
-                            place[i] = uint8_t((a & 15) | (b & 15) << 4) ^ 0x88;
+                            place[i] = uint8_t(((a & 15) | (b & 15) << 4) ^ sign);
                         }
                     }
                 }
@@ -330,7 +355,7 @@ void multiply(const Shape& shape, const uint8_t* packed, const float* x, const f
     }
 
     const Rounded in{values, scales, sums, rows};
-    const Tile* tiles = shape.bits == 4 ? tiles_of<4>(shape.group) : tiles_of<8>(shape.group);
+    const Tile* tiles = tiles_of(shape);
     const int64_t per_panel = shape.gated ? LANES : PANEL;
     const Target to{y, residual, shape.gated ? shape.outputs / 2 : shape.outputs};
     const auto run = [&](int64_t first_panel, int64_t last_panel, int64_t first_row, int64_t last_row) {

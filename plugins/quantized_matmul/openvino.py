@@ -3,7 +3,8 @@
 `builder.targets.openvino` lowers quantized layers to forgeline::QuantizedMatMul; reading such a model packs each weight into the
 order the kernels read (kernels.h) and makes the operation of extension.cpp. The weights in the file stay as ONNX has them.
 
-Inputs   x, weight, scale; norm where `normed` (x goes through an RMS norm of that weight first); residual where `added`
+Inputs   x, weight, scale; zero points (uint4) where the shape has them; norm where `normed` (x goes through an RMS norm of that
+         weight first); residual where `added`
 Shapes   x [..., width] f32   weight [outputs, width] int8, or int4 two in a byte   scale [outputs] or [outputs, groups] f32
          → [..., outputs], or [..., outputs / 2] when gated: silu(first half) * second half
 """
@@ -36,6 +37,7 @@ class Shape(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("input_group", ctypes.c_int32),
+        ("zero_points", ctypes.c_bool),
         ("epsilon", ctypes.c_float),
         ("gated", ctypes.c_bool),
     )
@@ -49,13 +51,18 @@ class Library:
         self._library.forgeline_packed_bytes.restype = ctypes.c_size_t
         self._arena = Arena()
 
-    def pack(self, shape: Shape, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        """weight: int8 [outputs, width] or uint8 [outputs, width / 2]; scale f32 [outputs] or [outputs, n] → uint8 [bytes]."""
+    def pack(self, shape: Shape, weight: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None = None) -> np.ndarray:
+        """weight: int8 [outputs, width] or uint8 [outputs, width / 2]; scale f32 [outputs] or [outputs, n]; zero_point uint8 like
+        the scale, where the shape has them → uint8 [bytes]."""
         weight, scale = np.ascontiguousarray(weight), np.ascontiguousarray(scale, np.float32)
         assert weight.nbytes * 8 == shape.outputs * shape.width * shape.bits, f"{weight.shape} of {shape.bits} bits"
         packed = self._arena.take(self._library.forgeline_packed_bytes(ctypes.byref(shape)))
+        assert (zero_point is not None) == shape.zero_points and (zero_point is None or zero_point.size == scale.size)
+        zeros = None if zero_point is None else np.ascontiguousarray(zero_point, np.uint8)
         per_row = ctypes.c_int64(scale.size // shape.outputs)
-        self._library.forgeline_pack(ctypes.byref(shape), _pointer(weight), _pointer(scale), per_row, _pointer(packed))
+        self._library.forgeline_pack(
+            ctypes.byref(shape), _pointer(weight), _pointer(scale), _pointer(zeros), per_row, _pointer(packed)
+        )
         return packed
 
     def multiply(
@@ -64,9 +71,11 @@ class Library:
         """x [rows, width] f32 → [rows, outputs] f32, or half of them when gated. norm [width], residual like the result."""
         x = np.ascontiguousarray(x, np.float32)
         y = np.empty((len(x), shape.outputs // 2 if shape.gated else shape.outputs), np.float32)
-        inputs = [None if each is None else _pointer(np.ascontiguousarray(each, np.float32)) for each in (norm, residual)]
+        further = [None if each is None else np.ascontiguousarray(each, np.float32) for each in (norm, residual)]
         rows = ctypes.c_int64(len(x))
-        self._library.forgeline_multiply(ctypes.byref(shape), _pointer(packed), _pointer(x), *inputs, rows, _pointer(y))
+        self._library.forgeline_multiply(
+            ctypes.byref(shape), _pointer(packed), _pointer(x), *map(_pointer, further), rows, _pointer(y)
+        )
         return y
 
 
@@ -78,10 +87,13 @@ def add_to(core: ov.Core, path: str | os.PathLike[str]) -> None:
 
     def convert(node: Any) -> list[ov.Output]:
         shape = {name: node.get_attribute(name) for name, _ in Shape._fields_}
-        flags = {name: bool(node.get_attribute(name)) for name in ("gated", "normed", "added")}
+        shape.update({name: bool(shape[name]) for name in ("gated", "zero_points")})
+        flags = {name: bool(node.get_attribute(name)) for name in ("normed", "added")}
         weight, scale = (node.get_input(index).get_node() for index in (1, 2))
-        packed = library.pack(Shape(**{**shape, "gated": flags["gated"]}), _bytes(weight), scale.data)
-        further = [node.get_input(index) for index in range(3, 3 + flags["normed"] + flags["added"])]
+        zeros = _halves(node.get_input(3).get_node()) if shape["zero_points"] else None
+        packed = library.pack(Shape(**shape), _bytes(weight), scale.data, zeros)
+        begin = 3 + shape["zero_points"]
+        further = [node.get_input(index) for index in range(begin, begin + flags["normed"] + flags["added"])]
         made = factory.create(
             LOWERED_OP, [node.get_input(0), ov_op.Constant(packed, shared_memory=True), *further], {**shape, **flags}
         )
@@ -92,10 +104,15 @@ def add_to(core: ov.Core, path: str | os.PathLike[str]) -> None:
 
 
 def _bytes(constant: ov_op.Constant) -> np.ndarray:
-    """[rows, bytes]: four-bit weights lie two in a byte."""
-    rows = constant.get_output_shape(0)[0]
-    return np.asarray(constant.data).view(np.uint8).reshape(rows, -1)
+    """As they lie: four-bit values two in a byte."""
+    return np.asarray(constant.data).view(np.uint8).reshape(-1)
 
 
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+def _halves(constant: ov_op.Constant) -> np.ndarray:
+    """Four-bit values, one in a byte; the first of two is in the low half."""
+    packed = _bytes(constant)
+    return np.stack([packed & 15, packed >> 4], -1).reshape(-1)[: int(np.prod(constant.get_output_shape(0)))]
+
+
+def _pointer(array: np.ndarray | None) -> ctypes.c_void_p | None:
+    return None if array is None else ctypes.c_void_p(array.ctypes.data)

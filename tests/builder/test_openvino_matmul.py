@@ -109,6 +109,7 @@ PLAIN, GATED, NORMED, ADDED = (0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)
         ({"dtype": "int4", "block": 32}, 128, 128, 32),  # inputs in larger groups than weights
         ({"dtype": "int4", "block": 128}, 256, 64, 64),  # and in smaller ones
         ({"dtype": "int4", "block": 96}, 96, 96, 32),
+        ({"dtype": "uint4", "block": 32, "zeros": True}, 64, 32, 32),
     ],
 )
 def test_layers_that_are_taken(how: dict[str, Any], width: int, input_group: int, group: int) -> None:
@@ -118,7 +119,7 @@ def test_layers_that_are_taken(how: dict[str, Any], width: int, input_group: int
     assert net.lower(y, input_group=input_group) == [PLAIN]
     node = net.graph[0]
     found = {key: node.attributes.get_int(key, -1) for key in ("outputs", "width", "bits", "group", "input_group")}
-    bits = 4 if how.get("dtype") == "int4" else 8
+    bits = 4 if how.get("dtype", "").endswith("int4") else 8
     assert found == {"outputs": 48, "width": width, "bits": bits, "group": group, "input_group": input_group}
     assert (node.name, node.outputs[0].name) == (name, name)  # OpenVINO reports layers by name
 
@@ -315,16 +316,17 @@ def compiled(net: Net, directory: Path, input_group: int, library: Path | None, 
     return core.compile_model(core.read_model(path), "CPU", options)
 
 
-def block() -> tuple[Net, ir.Value]:
-    """A gated MLP with its norm and its residual, then a head with another norm."""
+def block(**first: Any) -> tuple[Net, ir.Value]:
+    """A gated MLP with its norm and its residual, then a head with another norm. `first`: how its first layer is quantized."""
     net = Net(160)
-    gate, up = net.halves(net.layer(net.norm(net.x, 160, axis=-1, epsilon=0.01), 192, dtype="int4", block=32), [96, 96])
+    gate, up = net.halves(net.layer(net.norm(net.x, 160, axis=-1, epsilon=0.01), 192, block=32, **first), [96, 96])
     hidden = net.op("Add", [net.op("Neg", [net.x], 160), net.layer(net.product(gate, up, 96), 160)], 160)
     return net, net.layer(net.norm(hidden, 160, axis=-1), 50)
 
 
-def test_the_lowered_graph_computes_what_openvino_computed(tmp_path: Path, cpu_kernels: Path) -> None:
-    net, y = block()
+@pytest.mark.parametrize("first", [{"dtype": "int4"}, {"dtype": "uint4", "zeros": True}])
+def test_the_lowered_graph_computes_what_openvino_computed(first: dict[str, Any], tmp_path: Path, cpu_kernels: Path) -> None:
+    net, y = block(**first)
     net.graph.outputs.append(net.op("Identity", [y], 50))
     x = np.random.default_rng(1).standard_normal((1, 21, 160)).astype(np.float32)
     expected = compiled(net, tmp_path, 32, None)(x)[0]

@@ -184,7 +184,7 @@ def test_nothing_is_written_beyond_the_results(outputs: int, gated: bool, cpu_ke
         packed = np.full(size + 64, 0xA5, np.uint8)
         q, scale = np.full((outputs, 160 * bits // 8), 0x11, np.uint8), np.ones((outputs, scales), np.float32)
         pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (q, scale, packed)]
-        library.forgeline_pack(ctypes.byref(shape), *pointers[:2], ctypes.c_int64(scales), pointers[2])
+        library.forgeline_pack(ctypes.byref(shape), *pointers[:2], none, ctypes.c_int64(scales), pointers[2])
         assert (packed[size:] == 0xA5).all()
         for rows in ROWS:
             x, y = np.ones((rows, 160), np.float32), np.full((rows + 2, written), -7, np.float32)
@@ -234,3 +234,31 @@ def test_no_rows_are_no_work(library: Library) -> None:
     shape = shape_of(32, 32, 8, 32, 32)
     packed = library.pack(shape, np.ones((32, 32), np.int8), np.ones(32, np.float32))
     assert library.multiply(shape, packed, np.empty((0, 32), np.float32)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("group", "input_group"), [(32, 32), (32, 128), (64, 128), (128, 128)])
+def test_zero_points_are_taken_off(group: int, input_group: int, rows: int, library: Library) -> None:
+    rng = np.random.default_rng(group + input_group + rows)
+    outputs, width = 80, 256
+    q = rng.integers(0, 16, (outputs, width)).astype(np.uint8)
+    zero = rng.integers(0, 16, (outputs, width // group)).astype(np.uint8)
+    zero[0], zero[1], q[0], q[1] = 15, 0, 0, 15  # the extremes of a difference
+    scale = np.exp2(rng.integers(-9, -6, zero.shape)).astype(np.float32)
+    shape = shape_of(outputs, width, 4, group, input_group)
+    shape.zero_points = True
+    x = exact_inputs(rng, rows, width, input_group)
+    found = library.multiply(shape, library.pack(shape, (q[:, 0::2] | (q[:, 1::2] << 4)).astype(np.uint8), scale, zero), x)
+    weight = (q.astype(np.float64) - np.repeat(zero, group, 1)) * np.repeat(scale, group, 1)
+    assert np.array_equal(found, x.astype(np.float64) @ weight.T)
+
+
+def test_a_nan_spoils_its_row_and_no_other(library: Library) -> None:
+    rng = np.random.default_rng(0)
+    shape = shape_of(32, 256, 8, 128, 128)
+    packed = library.pack(shape, *weights(rng, 32, 256, 8, 128))
+    x = rng.standard_normal((3, 256)).astype(np.float32)
+    clean = library.multiply(shape, packed, x)
+    x[1, 200] = np.nan
+    found = library.multiply(shape, packed, x)
+    assert np.isnan(found[1]).all() and np.array_equal(found[[0, 2]], clean[[0, 2]])
