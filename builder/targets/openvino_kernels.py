@@ -6,6 +6,7 @@ Place    $XDG_CACHE_HOME/forgeline/kernels/<hash of sources, options, compiler a
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -51,17 +52,16 @@ def library(*, use_cache: bool = True) -> Path:
     """Raises  native.CompilerError, OSError"""
     name = f"{native.identity()[:32]}.so"
     if use_cache:
-        try:
-            kept = cache_root() / "kernels" / name
-            if not kept.is_file():
-                native.compile_library(kept)
-            return kept
-        except (OSError, RuntimeError):
-            pass
-    kept = Path(_own_directory().name) / name
-    if not kept.is_file():
-        native.compile_library(kept)
-    return kept
+        with contextlib.suppress(OSError, RuntimeError):
+            return _compiled(cache_root() / "kernels" / name)
+    return _compiled(Path(_own_directory().name) / name)
+
+
+def _compiled(path: Path) -> Path:
+    """A file that is damaged, cut short by a full disk for instance, is compiled again."""
+    if not native.is_whole(path):
+        native.compile_library(path)
+    return path
 
 
 @lru_cache(maxsize=1)

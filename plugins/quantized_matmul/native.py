@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -26,6 +27,7 @@ CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"
 OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-s")
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 600
+_DIGEST = hashlib.sha256().digest_size
 
 
 class CompilerError(Exception):
@@ -44,16 +46,18 @@ def why_not() -> str:
     if missing := missing_cpu_flags():
         return f"this CPU lacks {', '.join(missing)}"
     if compiler() is None:
-        return f"no C++ compiler is installed (looked for $CXX, {', '.join(_COMPILERS)})"
+        wanted = os.environ.get("CXX")
+        return f"$CXX is {wanted!r}, which is not found" if wanted else f"no C++ compiler is installed ({', '.join(_COMPILERS)})"
     if not (_openvino() / "include" / "oneapi" / "tbb").is_dir() or _libraries() is None:
         return "this installation of openvino brings no headers"
     return ""
 
 
-def compiler() -> str | None:
-    for name in (os.environ.get("CXX", ""), *_COMPILERS):
-        if name and (found := shutil.which(name)):
-            return found
+def compiler() -> tuple[str, ...] | None:
+    """Program and arguments: $CXX, which may have some (`ccache g++`), or the first that is installed."""
+    for words in [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [[name] for name in _COMPILERS]:
+        if words and (found := shutil.which(words[0])):
+            return found, *words[1:]
     return None
 
 
@@ -75,17 +79,27 @@ def compile_library(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as directory:
         made = Path(directory) / path.name
         command = [
-            found, *OPTIONS, *(f"-m{flag.replace('_', '')}" for flag in CPU_FLAGS), f"-I{_openvino() / 'include'}",
+            *found, *OPTIONS, *(f"-m{flag.replace('_', '')}" for flag in CPU_FLAGS), f"-I{_openvino() / 'include'}",
             *map(str, SOURCES), "-o", str(made), f"-L{_openvino() / 'libs'}", *(f"-l:{library}" for library in libraries),
         ]  # fmt: skip
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            raise CompilerError(f"{found} took more than {_TIMEOUT_S} s") from error
+            raise CompilerError(f"{shlex.join(found)} took more than {_TIMEOUT_S} s") from error
         if result.returncode:
             said = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines() or ["nothing"]
-            raise CompilerError(f"{found} ended with status {result.returncode}: {said[0].strip()}")
+            raise CompilerError(f"{shlex.join(found)} ended with status {result.returncode}: {said[0].strip()}")
+        if not made.is_file():
+            raise CompilerError(f"{shlex.join(found)} ended well but wrote nothing")
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(made.read_bytes()).digest())  # behind what a loader reads
         os.replace(made, path)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether `path` is what `compile_library` wrote. A library that was cut short would not raise when loaded, but crash."""
+    content = path.read_bytes() if path.is_file() else b""
+    return hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
 
 
 def _openvino() -> Path:
@@ -108,10 +122,10 @@ def _cpu_flags() -> frozenset[str]:
 
 
 @lru_cache(maxsize=4)
-def _version(path: str | None) -> str:
-    if path is None:
+def _version(command: tuple[str, ...] | None) -> str:
+    if command is None:
         return ""
     try:
-        return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout.partition("\n")[0]
+        return subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60).stdout.partition("\n")[0]
     except (OSError, subprocess.TimeoutExpired):  # compiling will say so
         return ""

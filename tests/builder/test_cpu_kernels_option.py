@@ -26,7 +26,7 @@ from runtime.executors import openvino as executor
 from runtime.executors.openvino import OpenVINOExecutor
 
 TINY = Path(__file__).parent.parent / "models" / "tiny-llama"
-NO_COMPILER = "no C++ compiler is installed (looked for $CXX, g++, c++, clang++)"
+NO_COMPILER = "no C++ compiler is installed (g++, c++, clang++)"
 # A compiler that writes a line where the library should be.
 COMPILER = (
     'if [ "$1" = --version ]; then echo "fake 1"; exit; fi\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.1; echo made > "$2"\n'
@@ -44,6 +44,7 @@ def engine(cpu_kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def capable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU that has all they need, whatever this one has."""
     monkeypatch.setattr(native, "missing_cpu_flags", list)
+    monkeypatch.delenv("CXX", raising=False)
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ def test_openvinos_kernels_on_request(anew: None, tmp_path: Path, capsys: pytest
 def test_auto_falls_back_and_says_why(
     missing: str, anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     if missing == "compiler":
         monkeypatch.setattr(native, "missing_cpu_flags", list)
         monkeypatch.setattr(native, "compiler", lambda: None)
@@ -113,7 +115,7 @@ def test_auto_falls_back_and_says_why(
 
 def test_reasons_not_to_have_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capable: None) -> None:
     assert openvino_kernels.choose("auto", "bf16") == (None, "they compute in f32, not in bf16")
-    monkeypatch.setattr(native, "compiler", lambda: "/bin/cc")
+    monkeypatch.setattr(native, "compiler", lambda: ("/bin/cc",))
     monkeypatch.setattr(native, "_openvino", lambda: tmp_path)
     assert native.why_not() == "this installation of openvino brings no headers"
     monkeypatch.undo()
@@ -218,7 +220,7 @@ def test_the_library_is_compiled_once_and_kept(compiler: Callable[[str], Path], 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda _: openvino_kernels.library(), range(2)))
     kept = tmp_path / "cache" / "forgeline" / "kernels"
-    assert both[0] == both[1] and both[0].parent == kept and both[0].read_text() == "made\n"
+    assert both[0] == both[1] and both[0].parent == kept and both[0].read_bytes().startswith(b"made\n")
     assert list(kept.iterdir()) == [both[0]]
     (tmp_path / "runs").unlink()
     assert openvino_kernels.library() == both[0]
@@ -239,7 +241,7 @@ def test_without_a_cache_the_library_is_compiled_for_this_process(
     elif why == "read-only":
         (tmp_path / "cache").write_text("no directory")  # whoever runs the tests cannot write here
     library = openvino_kernels.library(use_cache=why != "--no-cache")
-    assert library.read_text() == "made\n" and tmp_path not in library.parents
+    assert library.read_bytes().startswith(b"made\n") and tmp_path not in library.parents
     assert names(tmp_path / "cache") == []
 
 
@@ -330,3 +332,25 @@ def test_an_engine_without_kernels_needs_no_instructions(tmp_path: Path, monkeyp
     build(dataclasses.replace(config), quiet=True)
     monkeypatch.setattr(executor, "missing_cpu_flags", lambda: ["avx512_vnni"])
     loaded(config.output, load_manifest(config.output))
+
+
+def test_a_damaged_library_in_the_cache_is_compiled_again(
+    cpu_kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "compile_library", lambda path: shutil.copyfile(cpu_kernels, path))
+    kept = tmp_path / "forgeline" / "kernels" / f"{native.identity()[:32]}.so"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(cpu_kernels.read_bytes()[:1000])  # a disk that was full
+    assert openvino_kernels.choose("auto", "f32") == (kept, "")
+    assert kept.read_bytes() == cpu_kernels.read_bytes() and native.is_whole(kept)
+    assert not native.is_whole(tmp_path / "missing")
+
+
+def test_a_compiler_may_have_arguments(capable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/sh -c 'exit 1'")
+    assert native.compiler() == ("/bin/sh", "-c", "exit 1")
+    with pytest.raises(native.CompilerError, match=r"^/bin/sh -c 'exit 1' ended with status 1"):
+        native.compile_library(tmp_path / "k.so")
+    monkeypatch.setenv("CXX", "nowhere++ -O1")
+    assert native.why_not() == "$CXX is 'nowhere++ -O1', which is not found"

@@ -229,3 +229,15 @@ def test_openvino_runs_it_on_the_memory_of_the_request(cpu_kernels, library, thr
     assert np.array_equal(result, np.concatenate(sequences.step(library, (0, 0, 140), (1, 0, 700), (2, 0, 20))))
     for pool, other in zip(written, sequences.pools, strict=True):
         assert np.array_equal(pool, other) and (pool != 0xFF).any()
+
+
+@pytest.mark.parametrize("first", [512, 515, 590])
+def test_keys_that_are_no_numbers_spoil_the_rows_that_see_them(first: int, library: Library) -> None:
+    """Also where a whole span of 512 has no other keys."""
+    layer = Attention(2, 1, 64, "f32", "f32", 0.125)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((600, heads * 64), np.float32) for heads in (2, 1, 1))
+    k[first:] = np.nan
+    blocks = np.arange(19, dtype=np.int32)
+    out = library.attend(layer, q, k, v, *layer.pools(19), ints(0), ints(0, 600), blocks, ints(0, 19))
+    assert np.isnan(out[first:]).all() and not np.isnan(out[:512]).any()

@@ -130,7 +130,7 @@ void Tile::end_span(const Partial& to) const {
 
 void Partial::add(const Partial& later, int rows, int64_t dim) const {
     for (int row = 0; row < rows; ++row) {
-        if (later.reference[row] == NEVER) continue;
+        if (later.reference[row] == NEVER && later.sum[row] == 0.0f) continue;  // NaN scores leave no reference, but a sum
         float mine = 0.0f, theirs = 1.0f;  // factors
         if (reference[row] >= later.reference[row]) {
             mine = 1.0f;
