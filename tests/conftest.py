@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from runtime.contract import cache_root
 
 sys.path.insert(0, str(Path(__file__).parent / "builder"))  # tiny_models, for tests in other directories
 
@@ -21,6 +24,12 @@ class Exported:
     spec: Any  # ModelSpec
     canonical: Path  # .onnx as export_model returns it, weights in the file
     reference: Path  # the same with the custom ops' functions attached: ONNX Runtime runs it
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_library_of_kernels() -> None:
+    """Tests with caches of their own, and the processes they start, do not compile the CPU kernels again."""
+    os.environ.setdefault("FORGELINE_KERNELS", str(cache_root() / "kernels"))
 
 
 @pytest.fixture(scope="session")

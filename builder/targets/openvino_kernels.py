@@ -1,12 +1,14 @@
 """Which kernels the quantized layers of a CPU engine get, and the compiled library of our own ones.
 
-Place    $XDG_CACHE_HOME/forgeline/kernels/<hash of sources, options, compiler and OpenVINO>.so: compiled once, copied into each
-         engine. Without a cache (--no-cache, no home, a cache that cannot be written): in a directory of this process
+Place    $FORGELINE_KERNELS, or $XDG_CACHE_HOME/forgeline/kernels, <hash of sources, options, compiler and OpenVINO>.so: compiled
+         once, copied into each engine. Without a cache (--no-cache, no home, a cache that cannot be written): in a directory of
+         this process. A directory that $FORGELINE_KERNELS names is used with --no-cache as well
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -51,9 +53,10 @@ def choose(asked: str, compute_dtype: str, *, use_cache: bool = True) -> tuple[P
 def library(*, use_cache: bool = True) -> Path:
     """Raises  native.CompilerError, OSError"""
     name = f"{native.identity()[:32]}.so"
-    if use_cache:
+    place = os.environ.get("FORGELINE_KERNELS")
+    if use_cache or place:
         with contextlib.suppress(OSError, RuntimeError):
-            return _compiled(cache_root() / "kernels" / name)
+            return _compiled((Path(place) if place else cache_root() / "kernels") / name)
     return _compiled(Path(_own_directory().name) / name)
 
 

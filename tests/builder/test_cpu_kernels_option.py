@@ -51,6 +51,7 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capable: None) -> Callable[[str], Path]:
     """`compiler(body)`: $CXX is a shell script; the cache is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FORGELINE_KERNELS")
 
     def install(body: str) -> Path:
         script = tmp_path / "bin" / "compiler"
@@ -337,9 +338,9 @@ def test_an_engine_without_kernels_needs_no_instructions(tmp_path: Path, monkeyp
 def test_a_damaged_library_in_the_cache_is_compiled_again(
     cpu_kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("FORGELINE_KERNELS", str(tmp_path / "kernels"))
     monkeypatch.setattr(native, "compile_library", lambda path: shutil.copyfile(cpu_kernels, path))
-    kept = tmp_path / "forgeline" / "kernels" / f"{native.identity()[:32]}.so"
+    kept = tmp_path / "kernels" / f"{native.identity()[:32]}.so"
     kept.parent.mkdir(parents=True)
     kept.write_bytes(cpu_kernels.read_bytes()[:1000])  # a disk that was full
     assert openvino_kernels.choose("auto", "f32") == (kept, "")
