@@ -25,8 +25,9 @@ from runtime.serving.server import TritonServer
 from runtime.tokenizer import Tokenizer
 
 MODEL = "smollm2"
+# The first is checked for "Paris": unlike shorter questions, this model has no other answer close by that rounding could prefer.
 QUESTIONS = (
-    ("grpc", "What is the capital of France?"),
+    ("grpc", "Tell me the capital of France in one sentence."),
     ("grpc", "Write one sentence about the sea."),
     ("grpc", "Name three colours."),
     ("http", "Why is the sky blue? Answer in one sentence."),
