@@ -93,6 +93,7 @@ def process_need(
 ) -> BesidePool:
     """What a process that serves the model on the CPU has resident beside its KV cache."""
     weights = weight_bytes(shape, precision)
+    rounded, own = precision in ("int8", "int8-sq", "int4"), compute_dtype == "f32" and not native.why_not()
     counts = (weights, shape.num_parameters, shape.table_parameters)
     return beside_pool(
         loaded_weights=loaded_weight_bytes(*counts, precision, emulated=precision == "fp8", arithmetic=compute_dtype),
@@ -101,7 +102,8 @@ def process_need(
         num_layers=len(shape.layers),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
-        generated_kernels=precision in ("int8", "int8-sq", "int4") and (compute_dtype != "f32" or bool(native.why_not())),
+        generated_kernels=rounded and not own,
+        own_kernels=rounded and own,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )

@@ -28,6 +28,7 @@ MIB = 1 << 20
 BASE = 125 * MIB
 TOKENIZER_PER_ENTRY = 580
 GRAPH_PER_LAYER = int(1.2 * MIB)
+OWN_GRAPH_PER_LAYER = int(0.4 * MIB)  # quantized layers and attention on our kernels: fewer nodes
 KERNELS_PER_LENGTH = int(0.6 * MIB)
 _FLOAT = 4
 
@@ -76,6 +77,7 @@ def beside_pool(
     hidden_size: int,
     vocab_size: int,
     generated_kernels: bool,
+    own_kernels: bool = False,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> BesidePool:
@@ -84,7 +86,7 @@ def beside_pool(
     return BesidePool(
         base=BASE,
         tokenizer=TOKENIZER_PER_ENTRY * vocab_size,
-        graph=GRAPH_PER_LAYER * num_layers,
+        graph=(OWN_GRAPH_PER_LAYER if own_kernels else GRAPH_PER_LAYER) * num_layers,
         kernels=KERNELS_PER_LENGTH * num_lengths(max_num_batched_tokens) if generated_kernels else 0,
         weights=int(loaded_weights),
         activations=int(2 * _FLOAT * largest * layer_width),
@@ -112,6 +114,7 @@ def of_engine(manifest: Manifest, max_num_seqs: int, max_num_batched_tokens: int
         vocab_size=model.vocab_size,
         generated_kernels=bool(precision.details.get("dynamic_quantization_group_size"))
         and precision.details.get("kernels") != "forgeline",
+        own_kernels=precision.details.get("kernels") == "forgeline",
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
