@@ -1,12 +1,13 @@
 #include "kernels.h"
 
+#include "lanes.h"
+
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <utility>
 
 #include <oneapi/tbb/parallel_for.h>
 #include <oneapi/tbb/partitioner.h>
@@ -15,7 +16,6 @@
 namespace forgeline {
 namespace {
 
-constexpr int LANES = 16;                // floats in a register
 constexpr int PANEL = 2 * LANES;         // outputs of a panel, as two registers
 constexpr int ZEROS_BYTES = 64;          // of a panel's zero points, padded: weights begin on a cache line
 constexpr int MAX_ROWS = 12;             // of a tile: 24 registers of sums, 2 of weights, 2 of inputs
@@ -24,30 +24,6 @@ constexpr int PREFETCH = 4096;           // bytes ahead; the hardware's prefetch
 constexpr int64_t SMALL_ROWS = 4;        // whose inputs one thread rounds: less work than waking another
 constexpr int64_t BLOCK_BYTES = 384 << 10;  // of rounded inputs that stay in the second-level cache while panels pass
 constexpr int64_t TASKS_PER_THREAD = 8;   // where there are rows enough: the last to end waits for little
-
-#define INLINE inline __attribute__((always_inline))
-
-template <class F, int... I>
-INLINE void each_of(F&& f, std::integer_sequence<int, I...>) {
-    (f(std::integral_constant<int, I>{}), ...);
-}
-
-// A loop whose index is a constant: an array indexed by it stays in registers.
-template <int N, class F>
-INLINE void each(F&& f) {
-    each_of(f, std::make_integer_sequence<int, N>{});
-}
-
-// Intrinsics of these two let GCC 12 move sums through memory.
-INLINE void dot(__m512i& sum, __m512i weights, __m512i inputs) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
-}
-
-INLINE __m512i four_inputs(const int8_t* p) {
-    __m512i x;
-    asm("vpbroadcastd %1, %0" : "=v"(x) : "m"(*reinterpret_cast<const int32_t*>(p)));
-    return x;
-}
 
 struct Rounded {  // inputs, by group, then by row
     const int8_t* values;
@@ -149,7 +125,7 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
                 }
             });
             each<ROWS>([&](auto m) __attribute__((always_inline)) {
-                const __m512i x = four_inputs(values + m * GROUP + k);
+                const __m512i x = four_bytes(values + m * GROUP + k);
                 dot(acc[m * 2], w[0], x);
                 dot(acc[m * 2 + 1], w[1], x);
             });
@@ -158,7 +134,7 @@ __attribute__((noinline)) void tile(const Shape& shape, const uint8_t* panel, co
                 else w[b] = _mm512_loadu_si512(weights + b * 64 + 128);
             });
             each<ROWS>([&](auto m) __attribute__((always_inline)) {
-                const __m512i x = four_inputs(values + m * GROUP + k + 4);
+                const __m512i x = four_bytes(values + m * GROUP + k + 4);
                 each<2>([&](auto b) __attribute__((always_inline)) {
                     if constexpr (SMALL) dot(second[m * 2 + b], w[b], x);
                     else dot(acc[m * 2 + b], w[b], x);
