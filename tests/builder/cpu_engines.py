@@ -146,5 +146,15 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(3, 128, length)]
 
 
+# One ragged batch in four steps: whole prompts, chunks and single tokens mixed; "long" exceeds every sliding window and a block.
+PROMPTS = {"long": prompt(50, 1), "short": prompt(7, 2), "middle": prompt(33, 3), "one": prompt(1, 4)}
+STEPS = [
+    {"long": PROMPTS["long"][:20], "short": PROMPTS["short"]},
+    {"middle": PROMPTS["middle"][:31], "long": PROMPTS["long"][20:21], "one": PROMPTS["one"]},
+    {"long": PROMPTS["long"][21:]},
+    {"middle": PROMPTS["middle"][31:]},
+]
+
+
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())

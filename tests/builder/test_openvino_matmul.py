@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import openvino as ov
 import pytest
-from cpu_engines import Built, Sequences, build, prompt
+from cpu_engines import STEPS, Built, Sequences, build, prompt
 
 from builder.targets.openvino_matmul import lower_matmuls
 from plugins.paged_attention import openvino as paged
@@ -344,14 +344,6 @@ def test_the_lowered_graph_computes_what_openvino_computed(first: dict[str, Any]
         assert np.array_equal(other(x[:, 20:])[0], found[:, 20:])
 
 
-# One ragged batch in four steps, as in test_openvino_target.
-PROMPTS = {"long": prompt(50, 1), "short": prompt(7, 2), "middle": prompt(33, 3), "one": prompt(1, 4)}
-STEPS = [
-    {"long": PROMPTS["long"][:20], "short": PROMPTS["short"]},
-    {"middle": PROMPTS["middle"][:31], "long": PROMPTS["long"][20:21], "one": PROMPTS["one"]},
-    {"long": PROMPTS["long"][21:]},
-    {"middle": PROMPTS["middle"][31:]},
-]
 LAYERS = {"mixtral": 15}
 
 

@@ -14,7 +14,7 @@ import openvino as ov
 import pytest
 import tiny_models
 import torch
-from cpu_engines import Built, Sequences, build, fused, prompt, relative_error
+from cpu_engines import PROMPTS, STEPS, Built, Sequences, build, fused, relative_error
 
 from builder.quantize import quantize, weight_only
 from builder.quantize.activations import dynamic_group_size
@@ -26,14 +26,6 @@ from plugins.paged_attention import openvino as paged
 from runtime.errors import BuildError, FusionMismatch, PrecisionLost, UnsupportedModel
 from runtime.executors.reference import ReferenceExecutor
 
-# One ragged batch in four steps: whole prompts, chunks and single tokens mixed; "long" exceeds every sliding window and a block.
-PROMPTS = {"long": prompt(50, 1), "short": prompt(7, 2), "middle": prompt(33, 3), "one": prompt(1, 4)}
-STEPS = [
-    {"long": PROMPTS["long"][:20], "short": PROMPTS["short"]},
-    {"middle": PROMPTS["middle"][:31], "long": PROMPTS["long"][20:21], "one": PROMPTS["one"]},
-    {"long": PROMPTS["long"][21:]},
-    {"middle": PROMPTS["middle"][31:]},
-]
 # f32 throughout, sums in another order: the families stay below 1e-6.
 F32_TOLERANCE = 1e-5
 
