@@ -97,11 +97,11 @@ def _serving(lines: list[str], report: Mapping[str, Any], records: Sequence[Reco
             _row(lines, label, figures[key])
     latencies = latencies_ms(records)
     for metric, title in _TITLES.items():
-        summary = summarize(latencies[metric])
-        if summary:
+        if figures["completed"]:
+            summary = summarize(latencies[metric])  # no gap, no ITL: every answer came in one response
             _title(lines, title, "-")
             for label, name in _PERCENTILES:
-                _row(lines, f"{label} {metric.upper()} (ms):", summary[name])
+                _row(lines, f"{label} {metric.upper()} (ms):", summary.get(name, "n/a"))
 
 
 def _stages(lines: list[str], report: Mapping[str, Any]) -> None:
