@@ -27,9 +27,10 @@ import onnx_ir as ir
 import openvino as ov
 
 from builder.quantize.kv_dtypes import parse_pair
-from builder.targets import openvino_check, openvino_matmul
+from builder.targets import openvino_check
 from builder.targets.openvino_lower import DECOMPOSED, PAGED, attention_mode, lower, unsupported_attention
 from builder.targets.openvino_quantize import lower_rounding
+from plugins.decoder_layers import openvino as decoder_layers
 from plugins.paged_attention import openvino as paged
 from plugins.paged_attention.native.attention import supports
 from plugins.paged_attention.op import PAGED_ATTENTION, attach_functions
@@ -119,13 +120,12 @@ def build_plan(
     ir.save(canonical, path, external_data=_WEIGHTS, alignment=_PAGE, align_threshold=_PAGE)
     lowered = ir.load(path)  # its weights refer to the file just written
     rounding = lower_rounding(lowered)
-    facts = lower(lowered)
     attention = (
         kernels is not None
-        and facts.mode == PAGED
+        and attention_mode(lowered) == PAGED
         and all(supports(layer.head_dim, key_dtype, value_dtype) for layer in spec.layers)
     )
-    own = openvino_matmul.lower_matmuls(lowered, rounding.group_size) if kernels is not None and rounding.group_size else 0
+    facts = lower(lowered, input_group=rounding.group_size if kernels is not None else 0, own_attention=attention)
     want = openvino_check.expected(lowered.graph, facts.rotary, attention)
     ir.save(lowered, plan_dir / "model.onnx")
     del lowered
@@ -143,10 +143,12 @@ def build_plan(
     assert compute_dtype == "f32" or not rounding.emulated, f"{rounding.emulated} would be emulated in {compute_dtype}"
     start = time.perf_counter()
     library = plan_dir / _LIBRARY
-    if kernels is not None and (own or attention):
+    if kernels is not None and (facts.own or attention):
         shutil.copyfile(kernels, library)
         quantized.add_to(core, library)
     attend = OwnAttention(library, key_dtype, value_dtype) if attention else None
+    if attend:
+        decoder_layers.add_to(core, library, attend)
     compiled = core.compile_model(paged.read_model(core, plan_dir / "model.onnx", attend), "CPU", options)
     compile_ms = (time.perf_counter() - start) * 1e3
     runtime_types = openvino_check.check(compiled, want, compute_dtype)
@@ -168,7 +170,7 @@ def build_plan(
             "arithmetic": f"f32, emulating {rounding.emulated}" if rounding.emulated else compute_dtype,
             "weights_widened_on_load": precision == "bf16",
             "dynamic_quantization_group_size": group_size,
-            "kernels": _kernels(own, runtime_types),
+            "kernels": _kernels(facts.own, runtime_types),
             "rows_independent": attention and not _matrices(runtime_types),
         },
         runtime_types=runtime_types,

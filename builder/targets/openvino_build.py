@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-_RESHAPES = ("Reshape", "Squeeze", "Unsqueeze")
+RESHAPES = ("Reshape", "Squeeze", "Unsqueeze")
 
 
 class NodeBuilder:
@@ -76,7 +76,7 @@ def replace(node: ir.Node, new: ir.Value) -> None:
 
 def unshaped(value: ir.Value) -> ir.Value:
     """The same numbers in the same order before they were reshaped."""
-    while (node := value.producer()) is not None and node.op_type in _RESHAPES:
+    while (node := value.producer()) is not None and node.op_type in RESHAPES:
         assert node.inputs[0] is not None
         value = node.inputs[0]
     return value

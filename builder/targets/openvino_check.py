@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import openvino as ov
 
+from plugins.decoder_layers.openvino import LAYERS_OP
 from plugins.paged_attention.op import DOMAIN
 from plugins.paged_attention.openvino import LOWERED_OP as ATTENTION_OP
 from plugins.paged_attention.openvino import computes_in
@@ -47,7 +48,7 @@ class Expected:
     norms: int = 0  # RMSNormalization nodes, each one RMS kernel
     rotary: int = 0  # rotary embeddings, each one RoPE kernel
     quantized: tuple[QuantizedLayer, ...] = ()  # on OpenVINO's kernels
-    own: int = 0  # layers and attention on forgeline's kernels
+    own: int = 0  # nodes on forgeline's kernels
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def expected(graph: ir.Graph, rotary: int, own_attention: bool = False) -> Expec
                 group_size=dequantize.attributes.get_int("block_size", 0),
             )
         )
-    own_ops = (OWN_OP, ATTENTION_OP) if own_attention else (OWN_OP,)
+    own_ops = (OWN_OP, LAYERS_OP, ATTENTION_OP) if own_attention else (OWN_OP,)
     own = sum(node.domain == DOMAIN and node.op_type in own_ops for node in graph)
     return Expected(norms, rotary, tuple(quantized), own)
 

@@ -34,19 +34,21 @@ def pick_rows_early(graph: ir.Graph) -> None:
             moved.add(node)
     if not moved:
         return
-    for output in [output for node in moved for output in node.outputs]:
-        output.shape = None  # of fewer rows
+    (count,) = next(value.shape for value in graph.inputs if value.name == contract.LOGITS_INDICES and value.shape is not None)
+    fewer = {output for node in moved for output in node.outputs}
     picked: dict[ir.Value, ir.Value] = {}
     for node in [node for node in graph if node in moved]:
         for index, value in enumerate(node.inputs):
-            if value is None or not _by_token(value, tokens):
+            if value is None or value in fewer or not _by_token(value, tokens):
                 continue
             if value not in picked:
                 build = NodeBuilder(graph, anchor=node)
                 indices = build.op("Reshape", [unshaped(rows), build.constant([-1])])
                 picked[value] = build.op("Gather", [value, indices], {"axis": _TOKENS})
+                picked[value].type, picked[value].shape = value.type, value.shape
             node.replace_input_with(index, picked[value])
-    normed.shape = gather.outputs[0].shape
+    for output in (*fewer, *picked.values()):
+        output.shape = ir.Shape([1, count, *output.shape[2:]]) if output.shape is not None else None
     ir.convenience.replace_all_uses_with(gather.outputs[0], normed)
     graph.remove(gather, safe=True)
 

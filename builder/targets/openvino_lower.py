@@ -17,8 +17,9 @@ and the executor's takes 0.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
@@ -26,7 +27,9 @@ from onnx_ir.passes import common as passes
 from builder.fuse import inline_forgeline_ops
 from builder.targets.openvino_build import NodeBuilder, shorten_reshapes
 from builder.targets.openvino_experts import lower_experts
+from builder.targets.openvino_layers import lower_layers
 from builder.targets.openvino_logits import pick_rows_early
+from builder.targets.openvino_matmul import lower_matmuls
 from builder.targets.openvino_rotary import lower_rotary, merge_rotary
 from plugins.paged_attention.op import DOMAIN, MOE_EXPERTS, PAGED_ATTENTION, PAGED_ATTENTION_INPUTS
 from plugins.paged_attention.openvino import LOWERED_OP, METADATA
@@ -56,37 +59,45 @@ def unsupported_attention(node: ir.Node) -> str:
 class Lowered:
     mode: str  # PAGED or DECOMPOSED
     rotary: int  # rotary embeddings in the graph, in whatever form
+    own: int  # matrices on our own kernels
 
 
-def lower(model: ir.Model) -> Lowered:
-    """In place."""
+def lower(model: ir.Model, *, input_group: int = 0, own_attention: bool = False) -> Lowered:
+    """In place. `input_group`: of inputs under one scale in layers that our own kernels run; 0: OpenVINO's run all.
+    `own_attention`: our kernels run attention too, and so whole layers."""
     mode = attention_mode(model)
     pick_rows_early(model.graph)
     inline_forgeline_ops(model)
+    for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type == MOE_EXPERTS]:
+        lower_experts(node)
+    own = lower_matmuls(model, input_group) if input_group else 0
+    metadata = lru_cache(maxsize=1)(lambda: _metadata(model.graph))
+    if mode == PAGED:
+        _keep_outputs(model.graph, lambda name: not name.startswith(_POOL_OUTPUTS))
+        if own_attention and own:
+            lower_layers(model.graph, metadata)
+            passes.RemoveUnusedNodesPass()(model)
     merge_rotary(model.graph)
     passes.RemoveUnusedNodesPass()(model)
     rotary = sum(node.op_type == "RotaryEmbedding" for node in model.graph)
     lower_rotary(model.graph)
-    for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type == MOE_EXPERTS]:
-        lower_experts(node)
     if mode == PAGED:
-        _lower_attention(model)
+        _lower_attention(model, metadata)
     shorten_reshapes(model.graph)
     _keep_outputs(model.graph, lambda name: name != contract.NEXT_TOKEN)
     passes.InlinePass()(model)
     passes.RemoveUnusedNodesPass()(model)
     passes.RemoveUnusedFunctionsPass()(model)
     _name_nodes(model.graph)
-    return Lowered(mode, rotary)
+    return Lowered(mode, rotary, own)
 
 
 def _attention_nodes(model: ir.Model) -> list[ir.Node]:
     return [node for node in model.graph if node.op_type == PAGED_ATTENTION and node.domain == DOMAIN]
 
 
-def _lower_attention(model: ir.Model) -> None:
+def _lower_attention(model: ir.Model, metadata: Callable[[], Sequence[ir.Value]]) -> None:
     graph = model.graph
-    metadata = _metadata(graph)
     nodes = _attention_nodes(model)
     for node in nodes:
         heads, kv_heads, dim = (node.attributes.get_int(name, 0) for name in ("num_heads", "num_kv_heads", "head_dim"))
@@ -94,12 +105,11 @@ def _lower_attention(model: ir.Model) -> None:
         widths = (heads * dim, kv_heads * dim, kv_heads * dim)
         flat = [build.op("Reshape", [x, build.constant([-1, w])]) for x, w in zip(node.inputs[:3], widths, strict=True)]
         carried = {name: node.attributes[name].value for name in _CARRIED}
-        attention = build.op(LOWERED_OP, [*flat, *node.inputs[3:5], *metadata], carried, domain=DOMAIN)
+        attention = build.op(LOWERED_OP, [*flat, *node.inputs[3:5], *metadata()], carried, domain=DOMAIN)
         out = node.outputs[0]
         result = build.op("Reshape", [attention, build.constant([-1, heads, dim])])
         result.type, result.shape = out.type, out.shape
         ir.convenience.replace_all_uses_with(out, result)
-    _keep_outputs(graph, lambda name: not name.startswith(_POOL_OUTPUTS))
     graph.remove(nodes, safe=True)
     kept_inputs = [value for value in graph.inputs if value.name != contract.SLOT_MAPPING]
     graph.inputs.clear()

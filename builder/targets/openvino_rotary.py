@@ -23,7 +23,7 @@ def merge_rotary(graph: ir.Graph) -> None:
     """One embedding instead of two where q, k and v are one projection and have no norm of their own."""
     angles: dict[tuple[ir.Value, int, int], ir.Value] = {}
     for node in [node for node in graph if node.op_type == PAGED_ATTENTION and node.domain == DOMAIN]:
-        found = _projection(node)
+        found = projection(node)
         if found is None:
             continue
         qkv, *tables = found
@@ -56,7 +56,7 @@ def lower_rotary(graph: ir.Graph) -> None:
             replace(reader, written)
 
 
-def _projection(attention: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
+def projection(attention: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     """(q, k and v in one value, cos, sin)"""
     (q, q_turn), (k, k_turn), (v, v_turn) = (_source(value) for value in attention.inputs[:3])
     split = q.producer()

@@ -17,17 +17,21 @@ class OwnAttention:
     """For one model, whose pools hold keys and values of these types."""
 
     def __init__(self, library: str | os.PathLike[str], key_dtype: str, value_dtype: str) -> None:
-        self._types = (key_dtype, value_dtype)
+        self.types = (key_dtype, value_dtype)
         self._factory = NodeFactory()
         self._factory.add_extension(os.fspath(library))
         self._pools: dict[str, list[int]] = {}  # shapes, by input
 
     def convert(self, node: Any) -> list[ov.Output]:
         inputs = [node.get_input(index) for index in range(NUM_INPUTS)]
-        for pool, dtype in zip(inputs[3:5], self._types, strict=True):
-            width = bytes_per_head(node.get_attribute("head_dim"), dtype)
-            self._pools[pool.get_node().get_friendly_name()] = [-1, node.get_attribute("num_kv_heads"), BLOCK_SIZE, width]
-        return [self._factory.create(NATIVE_OP, inputs, attributes(node, *self._types)).output(0)]
+        self.add_pools(inputs[3], inputs[4], node.get_attribute("num_kv_heads"), node.get_attribute("head_dim"))
+        return [self._factory.create(NATIVE_OP, inputs, attributes(node, *self.types)).output(0)]
+
+    def add_pools(self, keys: ov.Output, values: ov.Output, num_kv_heads: int, head_dim: int) -> None:
+        """Of a layer: what `shape_pools` makes of these parameters."""
+        for pool, dtype in zip((keys, values), self.types, strict=True):
+            width = bytes_per_head(head_dim, dtype)
+            self._pools[pool.get_node().get_friendly_name()] = [-1, num_kv_heads, BLOCK_SIZE, width]
 
     def shape_pools(self, model: ov.Model) -> None:
         """Pools become bytes."""

@@ -10,6 +10,7 @@
 #include <openvino/op/op.hpp>
 
 #include "kernels.h"
+#include "threads.h"
 
 namespace forgeline {
 
@@ -53,8 +54,9 @@ public:
         const auto rows = int64_t(inputs[0].get_size()) / m_shape.width;
         const float* norm = m_normed ? inputs[2].data<const float>() : nullptr;
         const float* residual = m_added ? inputs[m_normed ? 3 : 2].data<const float>() : nullptr;
+        Arena threads;
         multiply(m_shape, static_cast<const uint8_t*>(inputs[1].data()), inputs[0].data<const float>(), norm, residual, rows,
-                 outputs[0].data<float>());
+                 outputs[0].data<float>(), threads);
         return true;
     }
 
@@ -68,10 +70,12 @@ private:
 namespace forgeline {
 
 void add_attention_extension(std::vector<ov::Extension::Ptr>& extensions);  // attention_op.cpp
+void add_layers_extension(std::vector<ov::Extension::Ptr>& extensions);     // layers_op.cpp
 
 static std::vector<ov::Extension::Ptr> extensions() {
     std::vector<ov::Extension::Ptr> all{std::make_shared<ov::OpExtension<QuantizedMatMul>>()};
     add_attention_extension(all);
+    add_layers_extension(all);
     return all;
 }
 
@@ -92,7 +96,8 @@ EXPORT void forgeline_pack(const forgeline::Shape* shape, const uint8_t* weights
 
 EXPORT void forgeline_multiply(const forgeline::Shape* shape, const uint8_t* packed, const float* x, const float* norm,
                                const float* residual, int64_t rows, float* y) {
-    forgeline::multiply(*shape, packed, x, norm, residual, rows, y);
+    forgeline::Arena threads;
+    forgeline::multiply(*shape, packed, x, norm, residual, rows, y, threads);
 }
 
 }

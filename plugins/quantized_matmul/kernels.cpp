@@ -1,17 +1,14 @@
 #include "kernels.h"
 
-#include "lanes.h"
-
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
 
-#include <oneapi/tbb/parallel_for.h>
-#include <oneapi/tbb/partitioner.h>
-#include <oneapi/tbb/task_arena.h>
+#include "lanes.h"
+#include "scratch.h"
+#include "threads.h"
 
 namespace forgeline {
 namespace {
@@ -225,20 +222,6 @@ void round_row(const Shape& shape, const float* x, int64_t m, int64_t rows, int8
     }
 }
 
-struct Scratch {  // of one thread, for the largest step it met
-    std::unique_ptr<char[]> memory;
-    size_t size = 0;
-
-    char* at_least(size_t wanted) {
-        if (wanted > size) {
-            memory.reset();
-            memory.reset(new char[wanted]);
-            size = wanted;
-        }
-        return memory.get();
-    }
-};
-
 // In memory of this thread, until it is called again.
 const float* normalized(const Shape& shape, const float* x, const float* norm) {
     thread_local Scratch scratch;
@@ -254,11 +237,6 @@ const float* normalized(const Shape& shape, const float* x, const float* norm) {
     return to;
 }
 
-template <class F>
-void in_parallel(int64_t count, F&& f) {
-    tbb::parallel_for(int64_t(0), count, std::forward<F>(f), tbb::static_partitioner());
-}
-
 }  // namespace
 
 void pack(const Shape& shape, const uint8_t* weights, const float* scales, const uint8_t* zero_points, int64_t scales_per_row,
@@ -266,7 +244,7 @@ void pack(const Shape& shape, const uint8_t* weights, const float* scales, const
     const int sign = shape.zero_points ? 0 : 0x88;  // of two's complement, flipped: the weight plus 8
     const int64_t half = shape.outputs / 2;
     const int64_t columns_per_scale = shape.width / scales_per_row;
-    in_parallel(shape.panels(), [&](int64_t panel) {
+    Arena().run(shape.panels(), [&](int64_t panel) {
         uint8_t* to = packed + panel * shape.panel_bytes();
         int64_t rows[PANEL];  // of the matrix; -1 where there is none
         for (int lane = 0; lane < PANEL; ++lane) {
@@ -312,7 +290,7 @@ void pack(const Shape& shape, const uint8_t* weights, const float* scales, const
 }
 
 void multiply(const Shape& shape, const uint8_t* packed, const float* x, const float* norm, const float* residual, int64_t rows,
-              float* y) {
+              float* y, Threads& threads) {
     if (rows == 0) return;
     thread_local Scratch scratch;
     const size_t num_values = size_t(rows) * shape.groups() * shape.group, num_groups = size_t(rows) * shape.groups();
@@ -324,11 +302,10 @@ void multiply(const Shape& shape, const uint8_t* packed, const float* x, const f
         const float* row = x + m * shape.width;
         round_row(shape, norm ? normalized(shape, row, norm) : row, m, rows, values, scales, sums);
     };
-    if (rows <= SMALL_ROWS) {
-        for (int64_t m = 0; m < rows; ++m) round(m);
-    } else {
-        in_parallel(rows, round);
-    }
+    const int64_t parts = rows <= SMALL_ROWS ? 1 : std::min(rows, threads.count() * TASKS_PER_THREAD);
+    threads.run(parts, [&](int64_t part) {
+        for (int64_t m = rows * part / parts; m < rows * (part + 1) / parts; ++m) round(m);
+    });
 
     const Rounded in{values, scales, sums, rows};
     const Tile* tiles = tiles_of(shape);
@@ -344,20 +321,18 @@ void multiply(const Shape& shape, const uint8_t* packed, const float* x, const f
             }
         }
     };
-    const int64_t panels = shape.panels(), threads = std::max(1, tbb::this_task_arena::max_concurrency());
+    const int64_t panels = shape.panels();
     if (rows <= MAX_ROWS) {
-        in_parallel(threads, [&](int64_t t) { run(panels * t / threads, panels * (t + 1) / threads, 0, rows); });
+        const int64_t shares = std::min(panels, threads.count());
+        threads.run(shares, [&](int64_t i) { run(panels * i / shares, panels * (i + 1) / shares, 0, rows); });
         return;
     }
     const int64_t blocks = std::max<int64_t>(1, (rows * shape.width + BLOCK_BYTES - 1) / BLOCK_BYTES);
-    const int64_t per_task = std::max<int64_t>(1, panels / (TASKS_PER_THREAD * threads)), chunks = (panels + per_task - 1) / per_task;
-    tbb::parallel_for(
-        int64_t(0), blocks * chunks,
-        [&](int64_t task) {
-            const int64_t block = task / chunks, first = task % chunks * per_task;
-            run(first, std::min(first + per_task, panels), rows * block / blocks, rows * (block + 1) / blocks);
-        },
-        tbb::simple_partitioner());
+    const int64_t per_task = std::max<int64_t>(1, panels / (TASKS_PER_THREAD * threads.count())), chunks = (panels + per_task - 1) / per_task;
+    threads.run(blocks * chunks, [&](int64_t task) {
+        const int64_t block = task / chunks, first = task % chunks * per_task;
+        run(first, std::min(first + per_task, panels), rows * block / blocks, rows * (block + 1) / blocks);
+    });
 }
 
 }  // namespace forgeline

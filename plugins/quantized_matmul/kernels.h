@@ -12,6 +12,8 @@
 
 namespace forgeline {
 
+class Threads;
+
 struct Shape {
     int64_t outputs;      // rows of the weight matrix; with `gated` twice the outputs
     int64_t width;        // columns: inputs, a multiple of 32
@@ -34,10 +36,10 @@ struct Shape {
 void pack(const Shape& shape, const uint8_t* weights, const float* scales, const uint8_t* zero_points, int64_t scales_per_row,
           uint8_t* packed);
 
-// x f32 [rows, width] → y f32 [rows, outputs, or half of them when gated]. Runs on the threads of the caller's TBB arena.
+// x f32 [rows, width] → y f32 [rows, outputs, or half of them when gated].
 // norm: f32 [width], multiplies x / sqrt(mean(x * x) + epsilon) before it is rounded; or null, then x is rounded as it is.
-// residual: f32, of the shape of y, is added to it; or null.
+// residual: f32, of the shape of y, is added to it; or null. It may be y itself.
 void multiply(const Shape& shape, const uint8_t* packed, const float* x, const float* norm, const float* residual, int64_t rows,
-              float* y);
+              float* y, Threads& threads);
 
 }  // namespace forgeline

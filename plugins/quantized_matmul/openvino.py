@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,27 @@ class Library:
         self._library.forgeline_packed_bytes.restype = ctypes.c_size_t
         self._arena = Arena()
 
-    def pack(self, shape: Shape, weight: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None = None) -> np.ndarray:
+    def packed_bytes(self, shape: Shape) -> int:
+        return int(self._library.forgeline_packed_bytes(ctypes.byref(shape)))
+
+    def take(self, size: int) -> np.ndarray:
+        """Memory for packed weights, uint8 [size]."""
+        return self._arena.take(size)
+
+    def pack(
+        self,
+        shape: Shape,
+        weight: np.ndarray,
+        scale: np.ndarray,
+        zero_point: np.ndarray | None = None,
+        into: np.ndarray | None = None,
+    ) -> np.ndarray:
         """weight: int8 [outputs, width] or uint8 [outputs, width / 2]; scale f32 [outputs] or [outputs, n]; zero_point uint8 like
-        the scale, where the shape has them → uint8 [bytes]."""
+        the scale, where the shape has them → uint8 [bytes], which is `into` if given."""
         weight, scale = np.ascontiguousarray(weight), np.ascontiguousarray(scale, np.float32)
         assert weight.nbytes * 8 == shape.outputs * shape.width * shape.bits, f"{weight.shape} of {shape.bits} bits"
-        packed = self._arena.take(self._library.forgeline_packed_bytes(ctypes.byref(shape)))
+        packed = self.take(self.packed_bytes(shape)) if into is None else into
+        assert packed.nbytes >= self.packed_bytes(shape)
         assert (zero_point is not None) == shape.zero_points and (zero_point is None or zero_point.size == scale.size)
         zeros = None if zero_point is None else np.ascontiguousarray(zero_point, np.uint8)
         per_row = ctypes.c_int64(scale.size // shape.outputs)
@@ -89,10 +105,8 @@ def add_to(core: ov.Core, path: str | os.PathLike[str]) -> None:
         shape = {name: node.get_attribute(name) for name, _ in Shape._fields_}
         shape.update({name: bool(shape[name]) for name in ("gated", "zero_points")})
         flags = {name: bool(node.get_attribute(name)) for name in ("normed", "added")}
-        weight, scale = (node.get_input(index).get_node() for index in (1, 2))
-        zeros = _halves(node.get_input(3).get_node()) if shape["zero_points"] else None
-        packed = library.pack(Shape(**shape), _bytes(weight), scale.data, zeros)
         begin = 3 + shape["zero_points"]
+        packed = pack_constants(library, Shape(**shape), [node.get_input(index).get_node() for index in range(1, begin)])
         further = [node.get_input(index) for index in range(begin, begin + flags["normed"] + flags["added"])]
         made = factory.create(
             LOWERED_OP, [node.get_input(0), ov_op.Constant(packed, shared_memory=True), *further], {**shape, **flags}
@@ -101,6 +115,14 @@ def add_to(core: ov.Core, path: str | os.PathLike[str]) -> None:
 
     core.add_extension(os.fspath(path))
     core.add_extension(ConversionExtension(LOWERED_OP, DOMAIN, convert))
+
+
+def pack_constants(
+    library: Library, shape: Shape, constants: Sequence[ov_op.Constant], into: np.ndarray | None = None
+) -> np.ndarray:
+    """Weight, scale and, where the shape has them, zero points, as a model holds them."""
+    weight, scale, *zeros = constants
+    return library.pack(shape, _bytes(weight), scale.data, _halves(zeros[0]) if zeros else None, into)
 
 
 def _bytes(constant: ov_op.Constant) -> np.ndarray:

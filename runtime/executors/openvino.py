@@ -21,6 +21,7 @@ from pathlib import Path
 
 import openvino as ov
 
+from plugins.decoder_layers import openvino as decoder_layers
 from plugins.paged_attention import openvino as paged
 from plugins.paged_attention.openvino_own import OwnAttention
 from plugins.quantized_matmul import openvino as quantized
@@ -128,6 +129,7 @@ def _compile(path: Path, manifest: Manifest, compute_dtype: str, num_threads: in
         _add_kernels(core, library)
         if manifest.kv_cache.layout == paged.LAYOUT_OWN:
             own = OwnAttention(library, manifest.kv_cache.key_dtype, manifest.kv_cache.value_dtype)
+            decoder_layers.add_to(core, library, own)
     options = paged.compile_options(
         key_dtype=manifest.kv_cache.key_dtype,
         value_dtype=manifest.kv_cache.value_dtype,

@@ -14,6 +14,7 @@ import pytest
 from cpu_engines import STEPS, Built, Sequences, build, prompt
 
 from builder.targets.openvino_matmul import lower_matmuls
+from plugins.decoder_layers.openvino import LAYERS_OP
 from plugins.paged_attention import openvino as paged
 from plugins.quantized_matmul import openvino as quantized
 from plugins.quantized_matmul.openvino import LOWERED_OP
@@ -344,7 +345,8 @@ def test_the_lowered_graph_computes_what_openvino_computed(first: dict[str, Any]
         assert np.array_equal(other(x[:, 20:])[0], found[:, 20:])
 
 
-LAYERS = {"mixtral": 15}
+MATRICES = {"mixtral": 15}
+LAYERS = {"llama_tied": 2, "qwen2": 2}  # as one node
 
 
 def off_by(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> np.ndarray:
@@ -370,7 +372,9 @@ def test_engines_with_either_kernels_and_the_reference_agree(
     assert (own.plan.details["kernels"], other.plan.details["kernels"]) == (whose, "openvino")
     assert (own.plan.details["rows_independent"], other.plan.details["rows_independent"]) == (whose == "forgeline", False)
     graph = ir.load(own.directory / own.plan.plan["model"]).graph
-    assert sum(node.op_type == LOWERED_OP for node in graph) == LAYERS.get(name, 9)
+    whole = sum(len(node.attributes.get_floats("scales", ())) for node in graph if node.op_type == LAYERS_OP)
+    assert whole == LAYERS.get(name, 0)
+    assert sum(node.op_type == LOWERED_OP for node in graph) == MATRICES.get(name, 9) - 4 * whole
     assert not [kind for kind in own.plan.runtime_types if kind in ("FullyConnected:i8", "FullyConnected:i4")]
     assert own.plan.activations == other.plan.activations == "int8"
     canonical = own.directory / own.plan.plan["canonical"]

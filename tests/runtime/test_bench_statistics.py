@@ -8,7 +8,8 @@ import io
 import pytest
 
 from runtime.bench.records import Record
-from runtime.bench.report import CSV_COLUMNS, text, write_csv
+from runtime.bench.report import CSV_COLUMNS, write_csv
+from runtime.bench.report import text as report_text
 from runtime.bench.statistics import dispatch_lag_ms, latencies_ms, meets, overview, parse_slo, stage_latencies, summarize
 from runtime.errors import InvalidRequest
 
@@ -119,7 +120,7 @@ def test_an_answer_in_one_response_has_no_gap_and_the_report_says_so() -> None:
     def lines(records: list[Record]) -> list[list[str]]:
         machine = {"name": "none", "load_average": [0.0]}
         report = {"figures": overview(records), "configuration": {}, "machine": machine, "process_cpu_s": 0.0, "versions": {}}
-        return [line.split() for line in text(report, records).splitlines()]
+        return [line.split() for line in report_text(report, records).splitlines()]
 
     assert ["P99.9", "ITL", "(ms):", "n/a"] in lines([C]) and ["P99.9", "TTFT", "(ms):", "100.00"] in lines([C])
     assert ["Mean", "ITL", "(ms):", "400.00"] in lines(RECORDS)

@@ -5,10 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include <oneapi/tbb/parallel_for.h>
-#include <oneapi/tbb/partitioner.h>
-#include <oneapi/tbb/task_arena.h>
-
+#include "../../quantized_matmul/threads.h"
 #include "store.h"
 #include "tile.h"
 
@@ -17,7 +14,6 @@ namespace {
 
 constexpr int64_t ALONE = 96;             // rows times blocks that one thread attends to sooner than it wakes another
 constexpr int64_t TASKS_PER_THREAD = 16;  // below, spans of the same rows become tasks
-constexpr int64_t GRABS_PER_THREAD = 16;
 
 struct Task {  // some tokens of a sequence, some heads that share keys, some spans
     int64_t sequence, kv_head, head, heads;
@@ -34,21 +30,27 @@ struct Group {  // of tasks whose results are added up by the last to end
     size_t memory;  // of the first result, in floats
     std::atomic<int64_t> left;
 
-    Group(int64_t first, int64_t count, size_t at) : first_task(first), tasks(count), memory(at), left(count) {}
+    Group(int64_t first, int64_t count, size_t at) : first_task(first), tasks(count), memory(at), left(0) {}
 };
 
-class Step {
-public:
-    Step(const AttentionShape& shape, const AttentionStep& in) : m_shape(shape), m_in(in) {}
+}  // namespace
 
-    void run() {
+class Attention::Plan {
+public:
+    Plan(const AttentionShape& shape, const Sequences& sequences, Threads& threads)
+        : m_shape(shape), m_sequences(sequences), m_threads(threads) {
         divide();
-        if (m_tasks.empty()) return;
-        m_threads = m_work <= ALONE ? 1 : std::max(1, tbb::this_task_arena::max_concurrency());
+        m_alone = m_work <= ALONE || m_threads.count() == 1;
         split_spans();
+    }
+
+    void run(const AttentionTensors& in) {
+        m_in = in;
+        for (const auto& group : m_groups) group->left.store(group->tasks, std::memory_order_relaxed);
         on_threads(m_to_store.size() * m_shape.num_kv_heads, [&](int64_t i) {
             const auto& [sequence, block] = m_to_store[i / m_shape.num_kv_heads];
-            const int64_t past = m_in.past_lens[sequence], begin = m_in.begins[sequence], end = m_in.begins[sequence + 1];
+            const int64_t past = m_sequences.past_lens[sequence];
+            const int64_t begin = m_sequences.begins[sequence], end = m_sequences.begins[sequence + 1];
             store(sequence, i % m_shape.num_kv_heads, std::max(begin, begin + block * BLOCK - past),
                   std::min(end, begin + (block + 1) * BLOCK - past));
         });
@@ -56,12 +58,13 @@ public:
     }
 
 private:
-    int64_t past_of(const Task& task) const { return m_in.past_lens[task.sequence]; }
-    int64_t position(const Task& task, int64_t token) const { return past_of(task) + token - m_in.begins[task.sequence]; }
+    int64_t position(const Task& task, int64_t token) const {
+        return m_sequences.past_lens[task.sequence] + token - m_sequences.begins[task.sequence];
+    }
     int64_t first_seen(int64_t position) const {
         return m_shape.sliding_window > 0 ? std::max<int64_t>(0, position - m_shape.sliding_window + 1) : 0;
     }
-    const int32_t* blocks_of(int64_t sequence) const { return m_in.blocks + m_in.block_begins[sequence]; }
+    const int32_t* blocks_of(int64_t sequence) const { return m_sequences.blocks + m_sequences.block_begins[sequence]; }
     uint8_t* keys_of(int64_t block, int64_t head) const {
         return m_in.key_pool + (block * m_shape.num_kv_heads + head) * m_shape.key_bytes();
     }
@@ -74,8 +77,8 @@ private:
         const int64_t per_kv_head = m_shape.num_heads / m_shape.num_kv_heads;
         const int64_t most_heads = std::min<int64_t>(per_kv_head, MAX_ROWS), most_tokens = MAX_ROWS / most_heads;
         for (const bool several : {true, false}) {
-            for (int64_t s = 0; s < m_in.num_seqs; ++s) {
-                const int64_t begin = m_in.begins[s], end = m_in.begins[s + 1], past = m_in.past_lens[s];
+            for (int64_t s = 0; s < m_sequences.count; ++s) {
+                const int64_t begin = m_sequences.begins[s], end = m_sequences.begins[s + 1], past = m_sequences.past_lens[s];
                 if (begin == end || (end - begin > most_tokens) != several) continue;
                 const bool one_reader = !several && most_heads == per_kv_head;
                 for (int64_t block = past / BLOCK; !one_reader && block * BLOCK < past + end - begin; ++block)
@@ -97,7 +100,7 @@ private:
     }
 
     void split_spans() {
-        const int64_t wanted = m_threads == 1 ? 0 : m_threads * TASKS_PER_THREAD;
+        const int64_t wanted = m_alone ? 0 : m_threads.count() * TASKS_PER_THREAD;
         if (int64_t(m_tasks.size()) >= wanted) return;
         std::vector<Task> whole;
         whole.swap(m_tasks);
@@ -116,28 +119,22 @@ private:
     }
 
     template <class F>
-    void on_threads(int64_t count, F&& f) const {
-        if (m_threads == 1 || count == 1) {
+    void on_threads(int64_t count, const F& f) const {
+        if (m_alone) {
             for (int64_t i = 0; i < count; ++i) f(i);
-            return;
+        } else {
+            m_threads.run(count, f);
         }
-        std::atomic<int64_t> next{0};
-        const int64_t grab = std::max<int64_t>(1, count / (m_threads * GRABS_PER_THREAD));
-        const auto work = [&](int64_t) {
-            for (int64_t begin; (begin = next.fetch_add(grab, std::memory_order_relaxed)) < count;)
-                for (int64_t i = begin; i < std::min(begin + grab, count); ++i) f(i);
-        };
-        tbb::parallel_for(int64_t(0), std::min(m_threads, count), work, tbb::static_partitioner());
     }
 
     // Tokens [begin, end) of the step.
     void store(int64_t sequence, int64_t head, int64_t begin, int64_t end) const {
-        const int64_t dim = m_shape.head_dim, stride = dim * m_shape.num_kv_heads;
+        const int64_t dim = m_shape.head_dim;
         for (int64_t token = begin; token < end; ++token) {
-            const int64_t at = m_in.past_lens[sequence] + token - m_in.begins[sequence];
+            const int64_t at = m_sequences.past_lens[sequence] + token - m_sequences.begins[sequence];
             const int64_t block = blocks_of(sequence)[at / BLOCK];
-            store_key(m_shape, m_in.k + token * stride + head * dim, keys_of(block, head), int(at % BLOCK));
-            store_value(m_shape, m_in.v + token * stride + head * dim, values_of(block, head), int(at % BLOCK));
+            store_key(m_shape, m_in.k + token * m_in.kv_stride + head * dim, keys_of(block, head), int(at % BLOCK));
+            store_value(m_shape, m_in.v + token * m_in.kv_stride + head * dim, values_of(block, head), int(at % BLOCK));
         }
     }
 
@@ -156,7 +153,7 @@ private:
             for (int64_t h = 0; h < task.heads; ++h, ++row) {
                 tile.first[row] = first_seen(at);
                 tile.last[row] = at + 1;
-                tile.set_query(int(row), m_in.q + ((task.token + t) * m_shape.num_heads + task.head + h) * dim);
+                tile.set_query(int(row), m_in.q + (task.token + t) * m_in.q_stride + (task.head + h) * dim);
             }
         }
         const int64_t end = position(task, task.token + task.tokens);
@@ -221,15 +218,19 @@ private:
         }
     }
 
-    const AttentionShape& m_shape;
-    const AttentionStep& m_in;
-    int64_t m_threads = 1;
+    const AttentionShape m_shape;
+    const Sequences m_sequences;
+    Threads& m_threads;
+    AttentionTensors m_in{};
+    bool m_alone = true;
     int64_t m_work = 0;  // rows times blocks
     std::vector<Task> m_tasks;
     std::vector<std::pair<int64_t, int64_t>> m_to_store;  // sequence, its block
     std::vector<std::unique_ptr<Group>> m_groups;
     std::unique_ptr<float[]> m_partials;
 };
+
+namespace {
 
 size_t bytes_of(Element e, int64_t dim) {  // of a block of one head
     constexpr int64_t SCALE = 2 * sizeof(float);
@@ -250,6 +251,11 @@ size_t AttentionShape::key_bytes() const { return bytes_of(keys, head_dim); }
 
 size_t AttentionShape::value_bytes() const { return bytes_of(values, head_dim); }
 
-void attend(const AttentionShape& shape, const AttentionStep& step) { Step(shape, step).run(); }
+Attention::Attention(const AttentionShape& shape, const Sequences& sequences, Threads& threads)
+    : m_plan(std::make_unique<Plan>(shape, sequences, threads)) {}
+
+Attention::~Attention() = default;
+
+void Attention::run(const AttentionTensors& tensors) { m_plan->run(tensors); }
 
 }  // namespace forgeline

@@ -16,8 +16,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace forgeline {
+
+class Threads;
 
 enum class Element : int32_t { F32, F16, BF16, U8, U4 };
 
@@ -34,26 +37,43 @@ struct AttentionShape {
     Element keys;
     Element values;
 
+    bool operator==(const AttentionShape& other) const {
+        return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim &&
+               sliding_window == other.sliding_window && scale == other.scale && keys == other.keys && values == other.values;
+    }
     bool supported() const;
     size_t key_bytes() const;  // of a block of one head
     size_t value_bytes() const;
 };
 
-struct AttentionStep {
+struct Sequences {  // of a step, the same in every layer
+    const int32_t* past_lens;     // [count]
+    const int32_t* begins;        // [count + 1], of their tokens
+    const int32_t* blocks;        // of all sequences
+    const int32_t* block_begins;  // [count], where theirs start
+    int64_t count;
+};
+
+struct AttentionTensors {
     const float* q;  // [T, heads * D]
     const float* k;  // [T, heads of keys * D]
     const float* v;
+    int64_t q_stride, kv_stride;  // floats from a token to the next
     uint8_t* key_pool;
     uint8_t* value_pool;
-    const int32_t* past_lens;     // [sequences]
-    const int32_t* begins;        // [sequences + 1], of their tokens
-    const int32_t* blocks;        // of all sequences
-    const int32_t* block_begins;  // [sequences], where theirs start
-    int64_t num_seqs;
     float* out;  // [T, heads * D]
 };
 
-// Runs on the threads of the caller's TBB arena.
-void attend(const AttentionShape& shape, const AttentionStep& step);
+// One step's attention, in every layer of this shape: how its rows are divided among the threads is found out once.
+class Attention {
+public:
+    Attention(const AttentionShape& shape, const Sequences& sequences, Threads& threads);
+    ~Attention();
+    void run(const AttentionTensors& tensors);
+
+private:
+    class Plan;
+    std::unique_ptr<Plan> m_plan;
+};
 
 }  // namespace forgeline

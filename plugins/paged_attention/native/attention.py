@@ -41,14 +41,23 @@ class _Shape(ctypes.Structure):
     )
 
 
-class _Step(ctypes.Structure):
-    """attention.h: AttentionStep."""
+class _Sequences(ctypes.Structure):
+    """attention.h: Sequences."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "key_pool", "value_pool")),
         *((name, ctypes.c_void_p) for name in ("past_lens", "begins", "blocks", "block_begins")),
-        ("num_seqs", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+    )
+
+
+class _Tensors(ctypes.Structure):
+    """attention.h: AttentionTensors."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        ("q_stride", ctypes.c_int64),
+        ("kv_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("key_pool", "value_pool", "out")),
     )
 
 
@@ -121,9 +130,11 @@ class Library:
         floats: list[Array] = [np.ascontiguousarray(x, np.float32) for x in (q, k, v)]
         ints: list[IntArray] = [np.ascontiguousarray(x, np.int32) for x in (past_lens, begins, blocks, block_begins)]
         out = np.empty_like(floats[0])
+        sequences = _Sequences(*(x.ctypes.data for x in ints), len(past_lens))
+        strides = [heads * layer.head_dim for heads in (layer.num_heads, layer.num_kv_heads)]
         pools = [key_pool.ctypes.data, value_pool.ctypes.data]
-        step = _Step(*(x.ctypes.data for x in floats), *pools, *(x.ctypes.data for x in ints), len(past_lens), out.ctypes.data)
-        self._library.forgeline_attend(ctypes.byref(shape), ctypes.byref(step))
+        tensors = _Tensors(*(x.ctypes.data for x in floats), *strides, *pools, out.ctypes.data)
+        self._library.forgeline_attend(ctypes.byref(shape), ctypes.byref(sequences), ctypes.byref(tensors))
         return out
 
 

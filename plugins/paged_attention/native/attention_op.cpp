@@ -11,20 +11,17 @@
 #include <openvino/core/op_extension.hpp>
 #include <openvino/op/op.hpp>
 
+#include "../../quantized_matmul/threads.h"
 #include "attention.h"
 
 namespace forgeline {
-
-namespace {
 
 Element element_of(const std::string& name) {
     static const char* const NAMES[] = {"f32", "f16", "bf16", "u8", "u4"};
     for (int32_t i = 0; i < 5; ++i)
         if (name == NAMES[i]) return Element(i);
-    OPENVINO_THROW("forgeline::PagedAttention stores f32, f16, bf16, u8 and u4, not ", name);
+    OPENVINO_THROW("forgeline's attention stores f32, f16, bf16, u8 and u4, not ", name);
 }
-
-}  // namespace
 
 class PagedAttention : public ov::op::Op {
 public:
@@ -69,8 +66,10 @@ public:
         const auto pool = [&](int i) { return const_cast<uint8_t*>(inputs[i].data<const uint8_t>()); };
         const auto ints = [&](int i) { return inputs[i].data<const int32_t>(); };
         const auto floats = [&](int i) { return inputs[i].data<const float>(); };
-        attend(shape, {floats(0), floats(1), floats(2), pool(3), pool(4), ints(5), ints(6), ints(7), ints(8),
-                       int64_t(inputs[5].get_size()), outputs[0].data<float>()});
+        Arena threads;
+        Attention(shape, {ints(5), ints(6), ints(7), ints(8), int64_t(inputs[5].get_size())}, threads)
+            .run({floats(0), floats(1), floats(2), shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, pool(3),
+                  pool(4), outputs[0].data<float>()});
         return true;
     }
 
@@ -87,6 +86,8 @@ void add_attention_extension(std::vector<ov::Extension::Ptr>& extensions) {
 }  // namespace forgeline
 
 extern "C" __attribute__((visibility("default"))) void forgeline_attend(const forgeline::AttentionShape* shape,
-                                                                        const forgeline::AttentionStep* step) {
-    forgeline::attend(*shape, *step);
+                                                                        const forgeline::Sequences* sequences,
+                                                                        const forgeline::AttentionTensors* tensors) {
+    forgeline::Arena threads;
+    forgeline::Attention(*shape, *sequences, threads).run(*tensors);
 }
