@@ -1,4 +1,4 @@
-"""Decoder layers on the CPU as one operation: the library of plugins.quantized_matmul has it (layers.h), `builder.targets.openvino`
+"""Decoder layers on the CPU as one operation, of the library of plugins.quantized_matmul (layers.h). `builder.targets.openvino`
 lowers whole layers to it, and reading such a model packs their matrices into one constant.
 
 Inputs   x [1, T, hidden], cos, sin [1, T, D/2] f32; past_lens, subsequence_begins, block_indices, block_indices_begins int32
