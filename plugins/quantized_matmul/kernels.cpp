@@ -20,6 +20,7 @@ constexpr int IN_REGISTERS = 4;          // rows up to which a tile keeps its fl
 constexpr int PREFETCH = 4096;           // bytes ahead; the hardware's prefetcher stops at pages
 constexpr int64_t SMALL_ROWS = 4;        // whose inputs one thread rounds: less work than waking another
 constexpr int64_t BLOCK_BYTES = 384 << 10;  // of rounded inputs that stay in the second-level cache while panels pass
+constexpr int64_t SHARES_AWAKE = 2;       // of a small batch per thread, where grabbing one is cheap
 constexpr int64_t TASKS_PER_THREAD = 8;   // where there are rows enough: the last to end waits for little
 
 struct Rounded {  // inputs, by group, then by row
@@ -323,7 +324,7 @@ void multiply(const Shape& shape, const uint8_t* packed, const float* x, const f
     };
     const int64_t panels = shape.panels();
     if (rows <= MAX_ROWS) {
-        const int64_t shares = std::min(panels, threads.count());
+        const int64_t shares = std::min(panels, threads.count() * (threads.awake() ? SHARES_AWAKE : 1));
         threads.run(shares, [&](int64_t i) { run(panels * i / shares, panels * (i + 1) / shares, 0, rows); });
         return;
     }

@@ -18,6 +18,7 @@ namespace forgeline {
 class Threads {
 public:
     int64_t count() const { return m_count; }
+    bool awake() const { return m_awake; }  // a loop costs less than a µs, so that small tasks pay
 
     // f(0) … f(tasks - 1), in any order, and returns when all have ended. Tasks are grabbed one by one, so they should not be small.
     template <class F>
@@ -36,11 +37,18 @@ protected:
 
     virtual void share(int64_t tasks, Function function, const void* context) = 0;
 
+    explicit Threads(bool awake) : m_awake(awake) {}
+
+    const bool m_awake;
     const int64_t m_count = std::max(1, tbb::this_task_arena::max_concurrency());
 };
 
 // The caller's TBB arena, asked anew for every loop: 2 to 10 µs each.
 class Arena final : public Threads {
+public:
+    Arena() : Threads(false) {}
+
+private:
     void share(int64_t tasks, Function function, const void* context) override {
         const auto call = [=](int64_t i) { function(context, i); };
         if (tasks <= m_count) tbb::parallel_for(int64_t(0), tasks, call, tbb::static_partitioner());
@@ -52,7 +60,7 @@ class Arena final : public Threads {
 // never waits for a thread to come, only for tasks that one has taken, so the team works with as many as the arena can spare.
 class Team final : public Threads {
 public:
-    Team() {
+    Team() : Threads(true) {
         for (int64_t i = 1; i < m_count; ++i) m_group.run([this] { help(); });
     }
 

@@ -19,6 +19,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy.typing as npt
 import openvino as ov
 
 from plugins.decoder_layers import openvino as decoder_layers
@@ -75,6 +76,7 @@ class OpenVINOExecutor:
         self._request = compiled.create_infer_request()
         self._weights.release()  # wide weights were copied by the compiler
         self._inputs = [name for name in contract.STEP_INPUTS if any(name in value.names for value in compiled.inputs)]
+        self._fed: dict[str, npt.NDArray] = {}
         self._logits = next(index for index, value in enumerate(compiled.outputs) if contract.LOGITS in value.names)
         for name, pool in self._cache.pools.items():
             tensor = blocks[name].tensor(pool)
@@ -87,11 +89,20 @@ class OpenVINOExecutor:
         if not self._rows_independent:
             inputs = pad(inputs, self.num_blocks, self.block_size, self._least_rows)
         for name in self._inputs:
-            request.set_tensor(name, ov.Tensor(getattr(inputs, name), shared_memory=True))
+            self._feed(name, getattr(inputs, name))
         request.infer()
         self._weights.release_after(len(inputs.input_ids))
         logits = request.get_output_tensor(self._logits).data
         return StepOutput(logits, logits.argmax(axis=-1))
+
+    def _feed(self, name: str, values: npt.NDArray) -> None:
+        """Into the tensor of the step before where the shape is the same: to set another takes 12 µs."""
+        known = self._fed.get(name)
+        if known is not None and known.shape == values.shape:
+            known[...] = values
+        else:
+            self._fed[name] = known = values.copy()
+            self._request.set_tensor(name, ov.Tensor(known, shared_memory=True))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self._cache.copy_blocks(copies)

@@ -12,7 +12,8 @@
 namespace forgeline {
 namespace {
 
-constexpr int64_t ALONE = 96;             // rows times blocks that one thread attends to sooner than it wakes another
+constexpr int64_t ALONE = 96;             // rows times blocks that one thread attends to sooner than it wakes another,
+constexpr int64_t ALONE_AWAKE = 12;       // or one that is awake
 constexpr int64_t TASKS_PER_THREAD = 16;  // below, spans of the same rows become tasks
 
 struct Task {  // some tokens of a sequence, some heads that share keys, some spans
@@ -40,7 +41,7 @@ public:
     Plan(const AttentionShape& shape, const Sequences& sequences, Threads& threads)
         : m_shape(shape), m_sequences(sequences), m_threads(threads) {
         divide();
-        m_alone = m_work <= ALONE || m_threads.count() == 1;
+        m_alone = m_work <= (m_threads.awake() ? ALONE_AWAKE : ALONE) || m_threads.count() == 1;
         split_spans();
     }
 
