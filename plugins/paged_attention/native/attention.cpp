@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t ALONE = 96;             // rows times blocks that one thread attends to sooner than it wakes another,
 constexpr int64_t ALONE_AWAKE = 12;       // or one that is awake
-constexpr int64_t TASKS_PER_THREAD = 16;  // below, spans of the same rows become tasks
+constexpr int64_t TASKS_PER_THREAD = 64;  // below, spans of the same rows become tasks
 
 struct Task {  // some tokens of a sequence, some heads that share keys, some spans
     int64_t sequence, kv_head, head, heads;
@@ -184,8 +184,8 @@ private:
         const int64_t all = position(task, task.token + task.tokens), shift = task.token + task.tokens - all;
         tile.start_span();
         for (; block * BLOCK < end; ++block) {
-            if ((block + 1) * BLOCK < end) prefetch(blocks[block + 1], task.kv_head);
-            else if (size_t(index) + 1 < m_tasks.size()) prefetch_first(m_tasks[index + 1]);
+            if ((block + 1) * BLOCK < end) announce(tile, blocks[block + 1], task.kv_head);
+            else if (size_t(index) + 1 < m_tasks.size()) announce_first(tile, m_tasks[index + 1]);
             if (task.stores) {
                 const int64_t begin = std::max(all - task.tokens, block * BLOCK), stop = std::min(all, (block + 1) * BLOCK);
                 store(task.sequence, task.kv_head, begin + shift, stop + shift);
@@ -194,18 +194,15 @@ private:
         }
     }
 
-    void prefetch_first(const Task& task) const {
+    // What the tile fetches while it is busy: the next block, which at the end is that of another task.
+    void announce(Tile& tile, int64_t block, int64_t head) const {
+        tile.next_keys = keys_of(block, head);
+        tile.next_values = values_of(block, head);
+    }
+
+    void announce_first(Tile& tile, const Task& task) const {
         const int64_t block = std::max(first_seen(position(task, task.token)), task.span * SPAN) / BLOCK;
-        prefetch(blocks_of(task.sequence)[block], task.kv_head);
-    }
-
-    void prefetch(int64_t block, int64_t head) const {
-        prefetch(keys_of(block, head), m_shape.key_bytes());
-        prefetch(values_of(block, head), m_shape.value_bytes());
-    }
-
-    static void prefetch(const uint8_t* from, size_t bytes) {
-        for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T0);
+        announce(tile, blocks_of(task.sequence)[block], task.kv_head);
     }
 
     void write(const Task& task, const Partial& total) const {

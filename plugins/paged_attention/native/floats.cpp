@@ -88,6 +88,7 @@ void scores_float(Tile& tile, const uint8_t* keys) {
     const int parts = (tile.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     for (int i = 0; i < parts; ++i) {
         const int begin = tile.rows * i / parts, end = tile.rows * (i + 1) / parts;
+        tile.fetch_keys(i, parts);
         scores_by_rows<E>(tile, keys, begin, end - begin, Rows{});
     }
 }
@@ -97,6 +98,7 @@ void values_float(Tile& tile, const uint8_t* stored, int count) {
     const int parts = (tile.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     for (int i = 0; i < parts; ++i) {
         const int begin = tile.rows * i / parts, end = tile.rows * (i + 1) / parts;
+        tile.fetch_values(i, parts);
         values_by_rows<E>(tile, stored, count, begin, end - begin, Rows{});
     }
 }

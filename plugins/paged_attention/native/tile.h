@@ -51,12 +51,27 @@ struct alignas(64) Tile {  // of one thread
     alignas(64) float offsets[MAX_ROWS * MAX_GROUPS * LANES];  // to take off, from zero points
     alignas(64) float values[MAX_ROWS * MAX_HEAD_DIM];
 
+    const uint8_t* next_keys = nullptr;  // of the block to come, or null
+    const uint8_t* next_values = nullptr;
+
     void start(const AttentionShape& for_shape, int num_rows);
     void set_query(int row, const float* q);
     void start_span();
     // Keys from `position` on.
     void add_block(const uint8_t* keys, const uint8_t* stored_values, int64_t position);
     void end_span(const Partial& to) const;
+
+    // A part of the block to come, while rows are summed over this one: all at once would fill the queue of misses, and stall.
+    void fetch_keys(int part, int parts) const { fetch(next_keys, shape.key_bytes(), part, parts); }
+    void fetch_values(int part, int parts) const { fetch(next_values, shape.value_bytes(), part, parts); }
+
+private:
+    static void fetch(const uint8_t* from, size_t bytes, int part, int parts) {
+        constexpr size_t LINE = 64;
+        const size_t lines = from ? (bytes + LINE - 1) / LINE : 0;
+        for (size_t i = lines * part / parts; i < lines * (part + 1) / parts; ++i)
+            _mm_prefetch(reinterpret_cast<const char*>(from + i * LINE), _MM_HINT_T0);
+    }
 };
 
 // The parts of add_block, by what is stored: u8.cpp, floats.cpp.

@@ -127,6 +127,7 @@ void scores_u8(Tile& tile, const uint8_t* keys) {
     const int parts = (tile.rows + SCORE_ROWS - 1) / SCORE_ROWS;
     for (int i = 0; i < parts; ++i) {
         const int begin = tile.rows * i / parts, end = tile.rows * (i + 1) / parts;
+        tile.fetch_keys(i, parts);
         BY_ROWS[end - begin - 1](tile, keys, begin);
     }
 }
@@ -138,6 +139,7 @@ void values_u8(Tile& tile, const uint8_t* stored) {
     const int parts = (tile.rows + VALUE_ROWS - 1) / VALUE_ROWS;
     for (int i = 0; i < parts; ++i) {
         const int begin = tile.rows * i / parts, end = tile.rows * (i + 1) / parts;
+        tile.fetch_values(i, parts);
         BY_ROWS[end - begin - 1](tile, stored, begin);
     }
 }
@@ -148,6 +150,7 @@ void values_u4(Tile& tile, const uint8_t* stored) {
     const int parts = (tile.rows + VALUE_ROWS - 1) / VALUE_ROWS;
     constexpr int CODES = 32 * BLOCK / 2;  // bytes of one group
     for (int64_t column = 0; column < tile.shape.head_dim; column += 32, stored += CODES + 2 * BLOCK * sizeof(float)) {
+        tile.fetch_values(int(column / 32), tile.groups);
         round_weights(tile, reinterpret_cast<const float*>(stored + CODES), int(column / 32));
         for (int i = 0; i < parts; ++i) {
             const int begin = tile.rows * i / parts, end = tile.rows * (i + 1) / parts;
