@@ -47,7 +47,7 @@ def lower_layers(graph: ir.Graph, metadata: Callable[[], Sequence[ir.Value]]) ->
             chains[-1].append(layer)
         else:
             chains.append([layer])
-    for chain in chains:
+    for chain in reversed(chains):  # a result that is replaced is replaced in the node behind it too
         _replace(graph, chain, metadata())
     return len(layers)
 
@@ -106,7 +106,9 @@ def _layer(attention: ir.Node) -> _Layer | None:
     if gate_up is None or down is None or not _has(down, normed=0, gated=0, added=1):
         return None
     readers = {use.node for use in middle.uses()}
-    if readers != {gate_up, down} or gate_up.inputs[0] is not middle or down.inputs[-1] is not middle or middle.is_graph_output():
+    if readers != {gate_up, down} or gate_up.inputs[0] is not middle or down.inputs[-1] is not middle:
+        return None
+    if middle.is_graph_output() or down.outputs[0].is_graph_output():
         return None
     return _Layer(x, (angles[0], angles[1]), attention, (qkv, output, gate_up, down), bias, rows)
 
@@ -118,9 +120,7 @@ def _follows(layer: _Layer, before: _Layer) -> bool:
     own = {layer.matrices[0], layer.matrices[1]}
     if layer.rows is not None:
         own = {layer.matrices[0], *(node for node in readers if node.outputs[0] is layer.matrices[1].inputs[-1])}
-    return (
-        layer.x is out and readers == own and before.rows is None and layer.angles == before.angles and not out.is_graph_output()
-    )
+    return layer.x is out and readers == own and before.rows is None and layer.angles == before.angles
 
 
 def _before_bias(value: ir.Value) -> tuple[ir.Value | None, ir.Node | None]:
@@ -151,7 +151,7 @@ def _picked(value: ir.Value) -> tuple[ir.Value, ir.Value | None]:
 
 def _before_pick(value: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
     node = value.producer() if value is not None else None
-    if node is None or node.op_type != "Gather" or not _by_token(node):
+    if node is None or node.op_type != "Gather" or not _by_token(node) or _only_reader(node.outputs[0]) is None:
         return value, None
     return node.inputs[0], unshaped(node.inputs[1])  # type: ignore[arg-type]
 
