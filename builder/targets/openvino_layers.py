@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from builder.targets.openvino_build import RESHAPES, NodeBuilder, replace, unshaped
-from builder.targets.openvino_rotary import projection
+from builder.targets.openvino_matmul import epsilon_of
+from builder.targets.openvino_rotary import plain_turns, source, whole_of
 from plugins.decoder_layers.openvino import LAYER_VALUES, LAYERS_OP, MATRIX_VALUES
 from plugins.paged_attention.op import DOMAIN, PAGED_ATTENTION
 from plugins.quantized_matmul.openvino import LOWERED_OP as QUANTIZED_OP
@@ -30,6 +31,7 @@ class _Layer:
     attention: ir.Node
     matrices: tuple[ir.Node, ir.Node, ir.Node, ir.Node]  # q, k and v; output; gate and up; down
     bias: ir.Value | None
+    head_norms: tuple[ir.Node, ...]  # of q and of k, or none
     rows: ir.Value | None  # picked behind attention
 
     @property
@@ -57,6 +59,7 @@ def _replace(graph: ir.Graph, chain: Sequence[_Layer], metadata: Sequence[ir.Val
     inputs = [first.x, *first.angles, *metadata[:_COMMON_METADATA]]
     matrices: list[int] = []
     epsilons: list[float] = []
+    head_epsilons: list[float] = []
     layers: list[int] = []
     scales: list[float] = []
     for layer in chain:
@@ -65,15 +68,19 @@ def _replace(graph: ir.Graph, chain: Sequence[_Layer], metadata: Sequence[ir.Val
             epsilons.append(node.attributes.get_float("epsilon", 0.0))
             inputs += node.inputs[1 : len(node.inputs) - node.attributes.get_int("added", 0)]  # type: ignore[arg-type]
         inputs += [layer.bias] if layer.bias is not None else []
+        inputs += [norm.inputs[1] for norm in layer.head_norms]  # type: ignore[misc]
+        head_epsilons.append(epsilon_of(layer.head_norms[0]) if layer.head_norms else 0.0)
         inputs += layer.attention.inputs[3:5]  # type: ignore[arg-type]
         values = {name: layer.attention.attributes.get_int(name, 0) for name in LAYER_VALUES}
-        layers += {**values, "biased": int(layer.bias is not None)}.values()
+        layers += {**values, "biased": int(layer.bias is not None), "heads_normed": int(bool(layer.head_norms))}.values()
         scales.append(layer.attention.attributes.get_float("scale", 0.0))
     if last.rows is not None:
         build = NodeBuilder(graph, anchor=last.matrices[-1])
         rows = build.op("Reshape", [last.rows, build.constant([-1])])
         inputs.append(build.op("Cast", [rows], {"to": int(ir.DataType.INT32)}))
-    attributes = {"matrices": matrices, "epsilons": epsilons, "layers": layers, "scales": scales}
+    attributes = {
+        "matrices": matrices, "epsilons": epsilons, "head_epsilons": head_epsilons, "layers": layers, "scales": scales
+    }  # fmt: skip
     node = last.matrices[-1]
     name = node.name
     new = NodeBuilder(graph, anchor=node).op(LAYERS_OP, inputs, attributes, domain=DOMAIN)
@@ -85,12 +92,12 @@ def _replace(graph: ir.Graph, chain: Sequence[_Layer], metadata: Sequence[ir.Val
 
 
 def _layer(attention: ir.Node) -> _Layer | None:
-    found = projection(attention)
+    found = _projection(attention)
     if found is None:
         return None
-    projected, *angles = found
+    projected, angles, head_norms = found
     bias, qkv = _before_bias(projected)
-    if qkv is None or not _has(qkv, normed=1, gated=0, added=0) or len(list(projected.uses())) != 1:
+    if qkv is None or not _has(qkv, normed=1, gated=0, added=0):
         return None
     x = qkv.inputs[0]
     attended, rows = _picked(attention.outputs[0])
@@ -110,7 +117,36 @@ def _layer(attention: ir.Node) -> _Layer | None:
         return None
     if middle.is_graph_output() or down.outputs[0].is_graph_output():
         return None
-    return _Layer(x, (angles[0], angles[1]), attention, (qkv, output, gate_up, down), bias, rows)
+    return _Layer(x, angles, attention, (qkv, output, gate_up, down), bias, head_norms, rows)
+
+
+def _projection(attention: ir.Node) -> tuple[ir.Value, tuple[ir.Value, ir.Value], tuple[ir.Node, ...]] | None:
+    """q, k and v in one value, cos and sin, and the norms of heads that q and k go through before they turn."""
+    (q, q_turn), (k, k_turn), (v, v_turn) = (source(value) for value in attention.inputs[:3])
+    if not plain_turns(q_turn, k_turn) or v_turn is not None:
+        return None
+    norms = tuple(norm for value in (q, k) if (norm := _head_norm(value, attention)) is not None)
+    if norms:
+        if len(norms) != 2 or epsilon_of(norms[0]) != epsilon_of(norms[1]):
+            return None
+        q, k = (unshaped(norm.inputs[0]) for norm in norms)  # type: ignore[arg-type]
+    qkv = whole_of(q, k, v)
+    if qkv is None or {use.node for use in qkv.uses()} != {part.producer() for part in (q, k, v)}:
+        return None
+    assert q_turn is not None
+    cos, sin = q_turn.inputs[1:]
+    assert cos is not None and sin is not None
+    return qkv, (cos, sin), norms
+
+
+def _head_norm(value: ir.Value, attention: ir.Node) -> ir.Node | None:
+    norm = value.producer()
+    weight = norm.inputs[1] if norm is not None and norm.op_type == "RMSNormalization" else None
+    if norm is None or weight is None or weight.const_value is None or weight.const_value.dtype != ir.DataType.FLOAT:
+        return None
+    dim = attention.attributes.get_int("head_dim", 0)
+    last = norm.attributes.get_int("axis", -1) in (-1, 3) and norm.attributes.get_int("stash_type", 1) == 1
+    return norm if last and weight.const_value.shape.numpy() == (dim,) else None
 
 
 def _follows(layer: _Layer, before: _Layer) -> bool:

@@ -43,7 +43,7 @@ def lower_matmuls(model: ir.Model, input_group: int) -> int:
         attributes = {
             "outputs": outputs, "width": width, "bits": _BITS[layer.weight.const_value.dtype], "group": layer.group,
             "input_group": input_group, "zero_points": int(layer.zero_point is not None),
-            "epsilon": norm.attributes.get_float("epsilon", _EPSILON) if norm else 0.0,
+            "epsilon": epsilon_of(norm) if norm else 0.0,
             "gated": int(gate is not None), "normed": int(norm is not None), "added": int(add is not None),
         }  # fmt: skip
         x, norm_weight = (norm.inputs[0], norm.inputs[1]) if norm else (node.inputs[0], None)
@@ -59,6 +59,10 @@ def lower_matmuls(model: ir.Model, input_group: int) -> int:
         count += 1
     passes.RemoveUnusedNodesPass()(model)
     return count
+
+
+def epsilon_of(norm: ir.Node) -> float:
+    return norm.attributes.get_float("epsilon", _EPSILON)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def merge_rotary(graph: ir.Graph) -> None:
     """One embedding instead of two where q, k and v are one projection and have no norm of their own."""
     angles: dict[tuple[ir.Value, int, int], ir.Value] = {}
     for node in [node for node in graph if node.op_type == PAGED_ATTENTION and node.domain == DOMAIN]:
-        found = projection(node)
+        found = _projection(node)
         if found is None:
             continue
         qkv, *tables = found
@@ -56,22 +56,47 @@ def lower_rotary(graph: ir.Graph) -> None:
             replace(reader, written)
 
 
-def projection(attention: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """(q, k and v in one value, cos, sin)"""
-    (q, q_turn), (k, k_turn), (v, v_turn) = (_source(value) for value in attention.inputs[:3])
-    split = q.producer()
-    if split is None or split.op_type != "Split" or [q, k, v] != list(split.outputs):
+def whole_of(*parts: ir.Value) -> ir.Value | None:
+    """What these are the parts of, in this order and without a gap, along its last axis."""
+    first = parts[0].producer()
+    if first is None or first.inputs[0] is None:
         return None
-    if q_turn is None or k_turn is None or v_turn is not None or q_turn.inputs[1:] != k_turn.inputs[1:]:
-        return None
-    if any(node.attributes.get_int(name, 0) for node in (q_turn, k_turn) for name in ("interleaved", "rotary_embedding_dim")):
-        return None
-    qkv, (cos, sin) = split.inputs[0], q_turn.inputs[1:]
-    assert qkv is not None and cos is not None and sin is not None
-    return qkv, cos, sin
+    whole = first.inputs[0]
+    if first.op_type == "Split":
+        return whole if list(parts) == list(first.outputs) else None
+    end = 0
+    for part in parts:
+        span = _slice_of(part, whole)
+        if span is None or span[0] != end:
+            return None
+        end = span[1]
+    return whole if end == _width(whole) else None
 
 
-def _source(value: ir.Value | None) -> tuple[ir.Value, ir.Node | None]:
+def _slice_of(part: ir.Value, whole: ir.Value) -> tuple[int, int] | None:
+    """From where to where on the last axis `part` is cut out of `whole`, [1, T, C]."""
+    node = part.producer()
+    if node is None or node.op_type != "Slice" or node.inputs[0] is not whole or whole.shape is None:
+        return None
+    numbers = [
+        value.const_value.numpy().tolist() if value and value.const_value is not None else None for value in node.inputs[1:]
+    ]
+    starts, ends, axes, steps = (*numbers, [1])[:4] if len(numbers) in (3, 4) else (None,) * 4
+    rank, width = len(whole.shape), whole.shape[-1]
+    if starts is None or ends is None or steps != [1] or axes not in ([-1], [rank - 1]) or not isinstance(width, int):
+        return None
+    return starts[0], min(ends[0], width)
+
+
+def plain_turns(q_turn: ir.Node | None, k_turn: ir.Node | None) -> bool:
+    """Are q and k turned alike, by halves of whole heads?"""
+    if q_turn is None or k_turn is None or q_turn.inputs[1:] != k_turn.inputs[1:]:
+        return False
+    others = ("interleaved", "rotary_embedding_dim")
+    return not any(node.attributes.get_int(name, 0) for node in (q_turn, k_turn) for name in others)
+
+
+def source(value: ir.Value | None) -> tuple[ir.Value, ir.Node | None]:
     """Where q, k or v comes from, behind changes of layout, and the embedding on the way there."""
     assert value is not None
     value = unshaped(value)
@@ -80,6 +105,18 @@ def _source(value: ir.Value | None) -> tuple[ir.Value, ir.Node | None]:
     if turn is None or turn.op_type != "RotaryEmbedding" or (rows := _rows(turn)) is None:
         return value, None
     return unshaped(rows), turn
+
+
+def _projection(attention: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
+    """(q, k and v in one value, cos, sin)"""
+    (q, q_turn), (k, k_turn), (v, v_turn) = (source(value) for value in attention.inputs[:3])
+    qkv = whole_of(q, k, v)
+    if qkv is None or not plain_turns(q_turn, k_turn) or v_turn is not None:
+        return None
+    assert q_turn is not None
+    cos, sin = q_turn.inputs[1:]
+    assert cos is not None and sin is not None
+    return qkv, cos, sin
 
 
 def _angles_by_head(build: NodeBuilder, table: ir.Value, turning: int, resting: int, rest: float) -> ir.Value:

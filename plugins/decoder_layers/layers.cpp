@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -64,17 +65,28 @@ private:
     // q and k of each token, in place; v is left as it is, but for its bias.
     void rotate(const DecoderLayer& layer, float* projected) {
         const int64_t width = layer.qkv.shape.outputs, half = layer.attention.head_dim / 2;
-        const int64_t turning = layer.attention.num_heads + layer.attention.num_kv_heads;
+        const int64_t heads = layer.attention.num_heads, turning = heads + layer.attention.num_kv_heads;
         const int64_t tokens = m_step.num_tokens, tasks = (tokens + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
         m_threads.run(tasks, [&](int64_t task) {
             for (int64_t t = tokens * task / tasks; t < tokens * (task + 1) / tasks; ++t) {
                 float* row = projected + t * width;
                 for (int64_t i = 0; layer.bias && i < width; i += LANES)
                     _mm512_storeu_ps(row + i, _mm512_add_ps(_mm512_loadu_ps(row + i), _mm512_loadu_ps(layer.bias + i)));
-                for (int64_t head = 0; head < turning; ++head)
-                    turn(row + head * 2 * half, m_step.cos + t * half, m_step.sin + t * half, half);
+                for (int64_t head = 0; head < turning; ++head, row += 2 * half) {
+                    if (const float* norm = head < heads ? layer.q_norm : layer.k_norm)
+                        normalize(row, norm, layer.head_epsilon, 2 * half);
+                    turn(row, m_step.cos + t * half, m_step.sin + t * half, half);
+                }
             }
         });
+    }
+
+    static void normalize(float* head, const float* norm, float epsilon, int64_t dim) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = 0; i < dim; i += LANES) squares = _mm512_fmadd_ps(_mm512_loadu_ps(head + i), _mm512_loadu_ps(head + i), squares);
+        const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(dim) + epsilon));
+        for (int64_t i = 0; i < dim; i += LANES)
+            _mm512_storeu_ps(head + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(head + i), factor), _mm512_loadu_ps(norm + i)));
     }
 
     static void turn(float* head, const float* cosines, const float* sines, int64_t half) {

@@ -23,7 +23,10 @@ struct Matrix {
 
 struct DecoderLayer {
     Matrix qkv, output, gate_up, down;
-    const float* bias;  // of q, k and v, or null
+    const float* bias;      // of q, k and v, or null
+    const float* q_norm;    // of each head, [D], before it turns; or null
+    const float* k_norm;
+    float head_epsilon;     // of both
     AttentionShape attention;
     uint8_t* key_pool;
     uint8_t* value_pool;

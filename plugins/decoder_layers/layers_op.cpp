@@ -4,10 +4,12 @@
 // Inputs   x f32 [1, T, hidden], cos, sin f32 [1, T, D / 2]
 //          past_lens [B], subsequence_begins [B + 1], block_indices [N], block_indices_begins [B, or more] int32
 //          packed u8 [bytes]: the matrices of a layer after the other, each on a cache line (kernels.h)
-//          floats f32: of each layer the norms of its matrices that have one, and the bias
+//          floats f32: of each layer the norms of its matrices that have one, the bias, the norms of heads of q and of k
 //          key pool, value pool u8 [num_blocks, heads of keys, 32, bytes], of each layer
 //          rows int32, if `picks`
 // Output   f32 [1, T, hidden], or [1, rows, hidden]
+
+#include <utility>
 
 #include <openvino/core/except.hpp>
 #include <openvino/core/extension.hpp>
@@ -25,7 +27,7 @@ namespace {
 
 constexpr size_t MATRICES = 4;       // of a layer: q, k and v; output; gate and up; down
 constexpr size_t MATRIX_VALUES = 8;  // outputs, width, bits, group, input_group, zero_points, gated, normed
-constexpr size_t LAYER_VALUES = 5;   // num_heads, num_kv_heads, head_dim, sliding_window, biased
+constexpr size_t LAYER_VALUES = 6;   // num_heads, num_kv_heads, head_dim, sliding_window, biased, heads_normed
 constexpr size_t LINE = 64;
 enum Input { X, COS, SIN, PAST_LENS, BEGINS, BLOCKS, BLOCK_BEGINS, PACKED, FLOATS, POOLS };
 
@@ -40,7 +42,7 @@ public:
     void validate_and_infer_types() override {
         const size_t layers = m_layers.size() / LAYER_VALUES;
         OPENVINO_ASSERT(m_matrices.size() == layers * MATRICES * MATRIX_VALUES && m_epsilons.size() == layers * MATRICES &&
-                            m_scales.size() == layers && get_input_size() == POOLS + 2 * layers + m_picks,
+                            m_head_epsilons.size() == layers && m_scales.size() == layers && get_input_size() == POOLS + 2 * layers + m_picks,
                         "forgeline::DecoderLayers: ", layers, " layers, but not as many of all that belongs to one");
         for (size_t i = 0; i < layers; ++i)
             OPENVINO_ASSERT(attention(i).supported(), "forgeline::DecoderLayers: no kernels for this attention");
@@ -54,6 +56,7 @@ public:
         clone->set_arguments(inputs);
         clone->m_matrices = m_matrices;
         clone->m_epsilons = m_epsilons;
+        clone->m_head_epsilons = m_head_epsilons;
         clone->m_layers = m_layers;
         clone->m_scales = m_scales;
         clone->m_keys = m_keys;
@@ -66,6 +69,7 @@ public:
     bool visit_attributes(ov::AttributeVisitor& visitor) override {
         visitor.on_attribute("matrices", m_matrices);
         visitor.on_attribute("epsilons", m_epsilons);
+        visitor.on_attribute("head_epsilons", m_head_epsilons);
         visitor.on_attribute("layers", m_layers);
         visitor.on_attribute("scales", m_scales);
         visitor.on_attribute("key_type", m_keys);
@@ -85,20 +89,23 @@ public:
         std::vector<DecoderLayer> layers(m_scales.size());
         for (size_t i = 0; i < layers.size(); ++i) {
             DecoderLayer& layer = layers[i];
-            size_t at = i * MATRICES;
+            const int64_t* of = &m_matrices[i * MATRICES * MATRIX_VALUES];
+            const float* epsilon = &m_epsilons[i * MATRICES];
             for (Matrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-                const int64_t* of = &m_matrices[at * MATRIX_VALUES];
-                matrix->shape = {of[0], of[1], int32_t(of[2]), int32_t(of[3]), int32_t(of[4]), of[5] != 0, m_epsilons[at], of[6] != 0};
+                matrix->shape = {of[0], of[1], int32_t(of[2]), int32_t(of[3]), int32_t(of[4]), of[5] != 0, *epsilon++, of[6] != 0};
                 matrix->packed = packed;
                 matrix->norm = of[7] ? numbers : nullptr;
                 packed += (matrix->shape.packed_bytes() + LINE - 1) / LINE * LINE;
                 if (of[7]) numbers += of[1];
-                ++at;
+                of += MATRIX_VALUES;
             }
-            const bool biased = m_layers[i * LAYER_VALUES + 4];
-            layer.bias = biased ? numbers : nullptr;
-            if (biased) numbers += layer.qkv.shape.outputs;
             layer.attention = attention(i);
+            const auto taken = [&](bool exists, int64_t count) { return exists ? std::exchange(numbers, numbers + count) : nullptr; };
+            const bool biased = m_layers[i * LAYER_VALUES + 4], normed = m_layers[i * LAYER_VALUES + 5];
+            layer.bias = taken(biased, layer.qkv.shape.outputs);
+            layer.q_norm = taken(normed, layer.attention.head_dim);
+            layer.k_norm = taken(normed, layer.attention.head_dim);
+            layer.head_epsilon = m_head_epsilons[i];
             layer.key_pool = pool(POOLS + 2 * i);
             layer.value_pool = pool(POOLS + 2 * i + 1);
         }
@@ -121,6 +128,7 @@ private:
 
     std::vector<int64_t> m_matrices;
     std::vector<float> m_epsilons;
+    std::vector<float> m_head_epsilons;
     std::vector<int64_t> m_layers;
     std::vector<float> m_scales;
     std::string m_keys = "f32";

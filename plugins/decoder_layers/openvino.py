@@ -3,7 +3,8 @@ lowers whole layers to it, and reading such a model packs their matrices into on
 
 Inputs   x [1, T, hidden], cos, sin [1, T, D/2] f32; past_lens, subsequence_begins, block_indices, block_indices_begins int32
          of each layer, for each of its matrices (q, k and v; output; gate and up; down): weight, scale, zero points (uint4) where
-         its shape has them, norm where `normed`; the bias of q, k and v where `biased`; key pool, value pool
+         its shape has them, norm where `normed`; the bias of q, k and v where `biased`; norms of the heads of q and of k where
+         `heads_normed`; key pool, value pool
          rows int32 where `picks`
          → [1, T, hidden], or [1, rows, hidden]
 """
@@ -27,10 +28,10 @@ from plugins.quantized_matmul.openvino import Library, Shape, pack_constants
 LAYERS_OP = "DecoderLayers"
 MATRICES = 4  # of a layer
 MATRIX_VALUES = ("outputs", "width", "bits", "group", "input_group", "zero_points", "gated", "normed")  # layers_op.cpp
-LAYER_VALUES = ("num_heads", "num_kv_heads", "head_dim", "sliding_window", "biased")
+LAYER_VALUES = ("num_heads", "num_kv_heads", "head_dim", "sliding_window", "biased", "heads_normed")
 COMMON_INPUTS = 7  # before those of the first layer
 _LINE = 64  # bytes of a cache line, on which each matrix begins
-_ATTRIBUTES = ("matrices", "epsilons", "layers", "scales")
+_ATTRIBUTES = ("matrices", "epsilons", "head_epsilons", "layers", "scales")
 
 
 def add_to(core: ov.Core, path: str | os.PathLike[str], own: OwnAttention) -> None:
@@ -56,7 +57,7 @@ def add_to(core: ov.Core, path: str | os.PathLike[str], own: OwnAttention) -> No
                 pack_constants(library, shape, constants, packed[offsets[matrix] : offsets[matrix + 1]])
                 if normed:
                     floats.append(next(inputs).get_node().data)
-            if layer["biased"]:
+            for _ in range(layer["biased"] + 2 * layer["heads_normed"]):
                 floats.append(next(inputs).get_node().data)
             keys, values = next(inputs), next(inputs)
             own.add_pools(keys, values, layer["num_kv_heads"], layer["head_dim"])

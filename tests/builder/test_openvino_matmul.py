@@ -346,7 +346,7 @@ def test_the_lowered_graph_computes_what_openvino_computed(first: dict[str, Any]
 
 
 MATRICES = {"mixtral": 15}
-LAYERS = {"llama_tied": 2, "qwen2": 2}  # as one node
+LAYERS = {"llama_tied": 2, "qwen2": 2, "qwen3": 2, "phi3": 2}  # as one node
 
 
 def off_by(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> np.ndarray:
@@ -357,7 +357,7 @@ def off_by(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> np.
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("llama_tied", "int8"), ("llama_tied", "int4"), ("gemma2", "int8"), ("qwen2", "int4"), ("opt", "int8"), ("phi3", "int8"),
+        ("llama_tied", "int8"), ("llama_tied", "int4"), ("gemma2", "int8"), ("qwen2", "int4"), ("qwen3", "int8"), ("opt", "int8"), ("phi3", "int8"),
         ("cohere", "int8"), ("mixtral", "int4"),
     ],
 )  # fmt: skip
