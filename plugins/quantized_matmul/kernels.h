@@ -24,6 +24,7 @@ struct Shape {
     float epsilon;        // of the RMS norm that the inputs go through first; used with `norm` below
     bool gated;           // y = silu(first half) * second half
 
+    int offset() const { return zero_points ? 0 : bits == 4 ? 8 : 128; }  // weights are stored unsigned, larger by this
     int64_t groups() const { return (width + group - 1) / group; }
     int64_t panels() const { return (outputs + 31) / 32; }
     int64_t scales() const { return bits == 4 ? groups() : 1; }  // of a row of weights
