@@ -21,8 +21,6 @@ from plugins.decoder_layers.openvino import LAYER_VALUES, LAYERS_OP, MATRIX_VALU
 from plugins.paged_attention.op import DOMAIN, PAGED_ATTENTION
 from plugins.quantized_matmul.openvino import LOWERED_OP as QUANTIZED_OP
 
-_COMMON_METADATA = 4  # of what attention needs
-
 
 @dataclass(frozen=True)
 class _Layer:
@@ -39,8 +37,8 @@ class _Layer:
         return self.matrices[-1].outputs[0]
 
 
-def lower_layers(graph: ir.Graph, metadata: Callable[[], Sequence[ir.Value]]) -> int:
-    """In place; how many layers. `metadata`: of the step's sequences, as the lowered attention takes it."""
+def lower_layers(graph: ir.Graph, sequences: Callable[[], Sequence[ir.Value]]) -> int:
+    """In place; how many layers. `sequences`: of the step, as the lowered attention takes them."""
     layers = [layer for node in graph if _is(node, PAGED_ATTENTION) if (layer := _layer(node)) is not None]
     chains: list[list[_Layer]] = []
     for layer in layers:
@@ -50,13 +48,13 @@ def lower_layers(graph: ir.Graph, metadata: Callable[[], Sequence[ir.Value]]) ->
         else:
             chains.append([layer])
     for chain in reversed(chains):  # a result that is replaced is replaced in the node behind it too
-        _replace(graph, chain, metadata())
+        _replace(graph, chain, sequences())
     return len(layers)
 
 
-def _replace(graph: ir.Graph, chain: Sequence[_Layer], metadata: Sequence[ir.Value]) -> None:
+def _replace(graph: ir.Graph, chain: Sequence[_Layer], sequences: Sequence[ir.Value]) -> None:
     first, last = chain[0], chain[-1]
-    inputs = [first.x, *first.angles, *metadata[:_COMMON_METADATA]]
+    inputs = [first.x, *first.angles, *sequences]
     matrices: list[int] = []
     epsilons: list[float] = []
     head_epsilons: list[float] = []

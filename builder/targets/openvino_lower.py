@@ -71,18 +71,18 @@ def lower(model: ir.Model, *, input_group: int = 0, own_attention: bool = False)
     for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type == MOE_EXPERTS]:
         lower_experts(node)
     own = lower_matmuls(model, input_group) if input_group else 0
-    metadata = lru_cache(maxsize=1)(lambda: _metadata(model.graph))
+    sequences = lru_cache(maxsize=1)(lambda: _sequences(model.graph))
     if mode == PAGED:
         _keep_outputs(model.graph, lambda name: not name.startswith(_POOL_OUTPUTS))
         if own_attention and own:
-            lower_layers(model.graph, metadata)
+            lower_layers(model.graph, sequences)
             passes.RemoveUnusedNodesPass()(model)
     merge_rotary(model.graph)
     passes.RemoveUnusedNodesPass()(model)
     rotary = sum(node.op_type == "RotaryEmbedding" for node in model.graph)
     lower_rotary(model.graph)
     if mode == PAGED:
-        _lower_attention(model, metadata)
+        _lower_attention(model, sequences)
     shorten_reshapes(model.graph)
     _keep_outputs(model.graph, lambda name: name != contract.NEXT_TOKEN)
     passes.InlinePass()(model)
@@ -96,16 +96,17 @@ def _attention_nodes(model: ir.Model) -> list[ir.Node]:
     return [node for node in model.graph if node.op_type == PAGED_ATTENTION and node.domain == DOMAIN]
 
 
-def _lower_attention(model: ir.Model, metadata: Callable[[], Sequence[ir.Value]]) -> None:
+def _lower_attention(model: ir.Model, sequences: Callable[[], Sequence[ir.Value]]) -> None:
     graph = model.graph
     nodes = _attention_nodes(model)
+    metadata = [*sequences(), _longest(graph)] if nodes else []
     for node in nodes:
         heads, kv_heads, dim = (node.attributes.get_int(name, 0) for name in ("num_heads", "num_kv_heads", "head_dim"))
         build = NodeBuilder(graph, anchor=node)
         widths = (heads * dim, kv_heads * dim, kv_heads * dim)
         flat = [build.op("Reshape", [x, build.constant([-1, w])]) for x, w in zip(node.inputs[:3], widths, strict=True)]
         carried = {name: node.attributes[name].value for name in _CARRIED}
-        attention = build.op(LOWERED_OP, [*flat, *node.inputs[3:5], *metadata()], carried, domain=DOMAIN)
+        attention = build.op(LOWERED_OP, [*flat, *node.inputs[3:5], *metadata], carried, domain=DOMAIN)
         out = node.outputs[0]
         result = build.op("Reshape", [attention, build.constant([-1, heads, dim])])
         result.type, result.shape = out.type, out.shape
@@ -122,8 +123,8 @@ def _keep_outputs(graph: ir.Graph, keep: Callable[[str], bool]) -> None:
     graph.outputs.extend(kept)
 
 
-def _metadata(graph: ir.Graph) -> list[ir.Value]:
-    """The METADATA inputs of the lowered op, all int32, from the canonical inputs."""
+def _sequences(graph: ir.Graph) -> list[ir.Value]:
+    """The METADATA inputs of the lowered op but the last, all int32, from the canonical inputs."""
     build = NodeBuilder(graph)
     inputs = {value.name: value for value in graph.inputs}
     starts, lens, table = (inputs[name] for name in (contract.QUERY_START_LOC, contract.SEQ_LENS, contract.BLOCK_TABLE))
@@ -138,8 +139,13 @@ def _metadata(graph: ir.Graph) -> list[ir.Value]:
         starts,
         build.op("Reshape", [table, build.constant([-1])], name=METADATA[2]),
         build.op("Cast", [build.op("Mul", [row_numbers, width])], to_int32, name=METADATA[3]),
-        build.op("ReduceMax", [lens], {"keepdims": 0}, name=METADATA[4]),
     ]
+
+
+def _longest(graph: ir.Graph) -> ir.Value:
+    """The last of METADATA, which whole layers do not read."""
+    lens = next(value for value in graph.inputs if value.name == contract.SEQ_LENS)
+    return NodeBuilder(graph).op("ReduceMax", [lens], {"keepdims": 0}, name=METADATA[4])
 
 
 def _name_nodes(graph: ir.Graph) -> None:
