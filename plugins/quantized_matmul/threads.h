@@ -100,7 +100,7 @@ private:
             const Function function = m_function.load(std::memory_order_relaxed);
             const void* context = m_context.load(std::memory_order_relaxed);
             if (!m_loop.compare_exchange_weak(loop, loop + 1, std::memory_order_acq_rel)) continue;
-            function(context, int64_t(next));
+            [&]() noexcept { function(context, int64_t(next)); }();  // a task that failed would be waited for without end
             m_done.fetch_add(1, std::memory_order_release);
             return true;
         }
