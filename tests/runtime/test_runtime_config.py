@@ -11,7 +11,15 @@ import pytest
 from runtime.config import RuntimeConfig, free_memory_bytes, from_options, from_strings, resolve
 from runtime.contract import KVSpec, LayerSpec, Manifest, ModelSpec, PrecisionSpec
 from runtime.errors import InvalidRequest, ManifestMismatch
-from runtime.memory import BASE, GRAPH_PER_LAYER, KERNELS_PER_LENGTH, loaded_weight_bytes, of_engine
+from runtime.memory import (
+    BASE,
+    GRAPH_PER_LAYER,
+    KERNELS_PER_LENGTH,
+    OWN_BASE,
+    OWN_GRAPH_PER_LAYER,
+    loaded_weight_bytes,
+    of_engine,
+)
 from runtime.serving.options import parse_options
 
 BLOCK_BYTES = 8 * 16
@@ -145,6 +153,8 @@ def test_what_an_engine_needs_beside_its_cache() -> None:
     quantized = dataclasses.replace(SIZED, precision=dataclasses.replace(SIZED.precision, details=details))
     lengths = 31 + 4  # 2 to 32, 40, 48, 56, 64
     assert of_engine(quantized, 8, 64).total == BESIDE + lengths * KERNELS_PER_LENGTH
+    own = dataclasses.replace(SIZED, precision=dataclasses.replace(SIZED.precision, details={**details, "kernels": "forgeline"}))
+    assert of_engine(own, 8, 64).total == BESIDE - BASE - GRAPH_PER_LAYER + OWN_BASE + OWN_GRAPH_PER_LAYER
     emulated = dataclasses.replace(SIZED, precision=dataclasses.replace(SIZED.precision, emulated=True))
     assert of_engine(emulated, 8, 64).weights == 4 * (2 * 2000 - 800)
 
