@@ -240,7 +240,7 @@ def _accepted(
 
     Raises  AccuracyGate
     """
-    limits = gate.Limits(config.max_ppl_increase, config.max_kl)
+    limits = gate.Limits.of(config.max_ppl_increase, config.max_kl)
     overrides: dict[str, str] = {}
     steps: list[dict[str, Any]] = []
     count = 1

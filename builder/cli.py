@@ -70,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
         "--eval-tokens", type=int, default=2048, help="held-out tokens for the accuracy report; 0: none; default: 2048"
     )
     build.add_argument("--max-ppl-increase", type=float, default=5.0, help="per cent of perplexity that may be lost; default: 5")
-    build.add_argument("--max-kl", type=float, help="mean KL divergence, in nats, that may be reached; default: no limit")
+    build.add_argument(
+        "--max-kl",
+        type=float,
+        help="mean KL divergence, in nats, that may be reached; default: 2·ln(1 + max-ppl-increase/100), 0.098 at 5",
+    )
     build.add_argument("--fallback", action="store_true", help="raise the noisiest layers' precision until the limits hold")
     build.add_argument(
         "--quantize-lm-head",

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class BuildConfig:
     max_num_batched_tokens: int = 512
     eval_tokens: int = 2048  # held-out tokens for the accuracy report; 0 = none
     max_ppl_increase: float = 5.0  # per cent; more fails the build
-    max_kl: float | None = None  # nats, mean over tokens; more fails the build
+    max_kl: float | None = None  # nats, mean over tokens; more fails the build; None: 2·ln(1 + max_ppl_increase/100)
     fallback: bool = False  # raise the precision of the noisiest layers instead of failing
     quantize_lm_head: bool | None = None  # and the embedding; None: as the precision has it
     activation_scales: str = "auto"  # dynamic, or static from calibration; auto: as the precision has it
@@ -104,8 +105,8 @@ class BuildConfig:
             )
         for name in ("max_ppl_increase", "max_kl"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise BuildError(f"--{name.replace('_', '-')} is {value} but must be 0 or more")
+            if value is not None and not 0 <= value < math.inf:
+                raise BuildError(f"--{name.replace('_', '-')} is {value} but must be finite and 0 or more")
         if self.activation_scales not in ACTIVATION_SCALES:
             raise BuildError(
                 f"unknown --activation-scales {self.activation_scales!r}; choose one of {', '.join(ACTIVATION_SCALES)}"

@@ -7,6 +7,7 @@ both, the measure is KL: the tiny Llama knows little, so its perplexity moves le
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,14 @@ def test_limits_are_inclusive_and_named() -> None:
     refusal = gate.refusal("bf16", "f16", "f16", gate.check(accuracy(1.0, 0.25), limits), {}, {}, static=False, fallback=False)
     assert "a higher --max-kl, if" in str(refusal) and "--max-ppl-increase" not in str(refusal)
     assert not gate.check(accuracy(float("nan")), limits).passed
-    assert gate.check(accuracy(1.0, 99.0), gate.Limits()).passed
+
+
+def test_perplexity_alone_does_not_let_predictions_change() -> None:
+    assert gate.Limits.of() == gate.Limits(5.0, pytest.approx(2 * math.log(1.05)))
+    assert gate.Limits.of(15.0, 0.5) == gate.Limits(15.0, 0.5)
+    verdict = gate.check(accuracy(0.99, 0.12), gate.Limits.of())
+    assert verdict.failures == ("mean KL divergence is 0.12 (limit 0.09758)",)
+    assert gate.check(accuracy(0.99, 0.12), gate.Limits.of(15.0)).passed
 
 
 LAYERS = {
@@ -65,7 +73,7 @@ def test_the_noisiest_layers_are_raised_first_each_by_one_step() -> None:
 
 
 def test_a_refusal_has_the_figures_the_layers_and_what_the_loss_points_at() -> None:
-    verdict = gate.check(accuracy(1.3), gate.Limits())
+    verdict = gate.check(accuracy(1.3), gate.Limits.of())
     told = {name: {"mean_kl": kl} for name, kl in (("weights", 0.01), ("activations", 0.28), ("kv_cache", 0.3))}
     error = gate.refusal("int8", "u8", "u8", verdict, LAYERS, told, static=True, fallback=False)
     assert str(error) == (
@@ -127,6 +135,13 @@ def test_static_int8_of_the_hard_model_is_refused_by_name(hard_model: Path, own_
     assert {name for name, _ in named} <= {"self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"}  # what reads the channels
     assert "--activation-scales dynamic" in text and "--precision int8-sq" in text and "--fallback" in text
     assert not (tmp_path / "engine").exists()
+
+
+def test_the_limits_that_nobody_set_refuse_it_too(hard_model: Path, own_cache: None, tmp_path: Path) -> None:
+    with pytest.raises(AccuracyGate, match=r"mean KL divergence is 0\.\d+ \(limit 0\.09758\)"):
+        built(hard_model, tmp_path / "engine", max_kl=None, max_ppl_increase=5.0, kv_cache_dtype="auto", eval_tokens=1024)
+    report = built(TINY_LLAMA, tmp_path / "plain", max_kl=None, max_ppl_increase=5.0, kv_cache_dtype="auto", eval_tokens=1024)
+    assert report["accuracy"]["gate"] == {"max_ppl_increase": 5.0, "max_kl": pytest.approx(2 * math.log(1.05)), "passed": True}
 
 
 def test_smoothquant_saves_it(hard_model: Path, own_cache: None, tmp_path: Path) -> None:
