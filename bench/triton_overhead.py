@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--stream-interval", type=int, default=1, help="tokens in a response")
+    parser.add_argument("--stream-interval", default="auto", help="tokens in a response, or auto, as deployed; default: auto")
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)  # port: be the client, read the work from standard input
     options = parser.parse_args()
     if options.client is not None:
@@ -75,7 +75,7 @@ def main() -> None:
             directory,
             Path(work) / "repository",
             "llm",
-            options={"enable_kv_cache_reuse": "false", "stream_interval": str(options.stream_interval)},
+            options={"enable_kv_cache_reuse": "false", "stream_interval": options.stream_interval},
         )
         with TritonServer(Path(work) / "repository", log_file=Path(work) / "log") as server:
             for repetition in range(options.repetitions + 1):

@@ -29,7 +29,7 @@ class ServingOptions:
     skip_special_tokens: bool = True
     cancellation_check_period_ms: int = 50
     stats_check_period_ms: int = 100
-    stream_interval: int = 1  # tokens in a response of a stream; more of them cost server and client less
+    stream_interval: int | None = None  # tokens in a response of a stream; None (auto): more of them the more streams there are
     guaranteed_no_evict: bool = False
 
 
@@ -93,7 +93,7 @@ _RUNTIME = {field.name for field in dataclasses.fields(RuntimeConfig)}
 def parse_options(options: Mapping[str, str], manifest: Manifest) -> ServingOptions:
     """Raises  InvalidRequest for an unknown name, a bad value, or one that asks for what this runtime does not have."""
     runtime: dict[str, str] = {}
-    serving: dict[str, bool | int] = {}
+    serving: dict[str, bool | int | None] = {}
     for name, value in options.items():
         if value == "" or (value.startswith("${") and value.endswith("}")) or name == ENGINE_DIR:
             continue
@@ -113,8 +113,10 @@ def parse_options(options: Mapping[str, str], manifest: Manifest) -> ServingOpti
             runtime["num_blocks"] = str(-(-_whole(name, value, 1) // manifest.kv_cache.block_size))
         elif name in ("exclude_input_in_output", "add_special_tokens", "skip_special_tokens"):
             serving[name] = _flag(name, value)
-        elif name in ("cancellation_check_period_ms", "stats_check_period_ms", "stream_interval"):
+        elif name in ("cancellation_check_period_ms", "stats_check_period_ms"):
             serving[name] = _whole(name, value, 1)
+        elif name == "stream_interval":
+            serving[name] = None if value == "auto" else _whole(name, value, 1, " or auto")
         elif name in _RUNTIME:
             runtime[name] = value
         elif name in _REFUSED:
@@ -168,7 +170,7 @@ def _flag(name: str, value: str) -> bool:
     return flags[value.lower()]
 
 
-def _whole(name: str, value: str, least: int) -> int:
+def _whole(name: str, value: str, least: int, otherwise: str = "") -> int:
     if not value.isdecimal() or int(value) < least:
-        raise InvalidRequest(f"{name} is {value!r} but must be a whole number of at least {least}")
+        raise InvalidRequest(f"{name} is {value!r} but must be a whole number of at least {least}{otherwise}")
     return int(value)

@@ -1,7 +1,7 @@
 """From engine outputs to Triton responses: one Reply per Triton request.
 
-Streaming      one response per `stream_interval` tokens (the first token at once, the rest with the end), text as a delta; the
-               last carries Triton's final flag
+Streaming      one response per token or, as chunks.py decides, a few of them (the first at once, the rest with the end), text as
+               a delta; the last carries Triton's final flag
 Not streaming  one response per sequence, each complete. A model that is not decoupled may answer only once, so there all
                sequences come in one response: text_output [n]
 Tensors        only those the client requested and that carry something; a batch dimension where the classic backend has one
@@ -20,6 +20,7 @@ import numpy as np
 
 from runtime.metrics import EngineMetrics
 from runtime.request import FinishReason
+from runtime.serving.chunks import Chunks
 from runtime.serving.requests import Generation
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Reply:
         generations: Sequence[Generation],
         wanted: frozenset[str],
         decoupled: bool,
-        stream_interval: int,
+        chunks: Chunks,
         metrics: EngineMetrics,
         on_end: Callable[[Reply], None],
     ) -> None:
@@ -103,7 +104,8 @@ class Reply:
         self._generations = generations
         self._wanted = wanted
         self._one_response = not decoupled
-        self._stream_interval = stream_interval
+        self._chunks = chunks
+        self.streams = any(generation.stream for generation in generations)
         self._metrics = metrics
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -132,9 +134,12 @@ class Reply:
                     return self._error(*self._why_cancelled())
                 del self._open[key]
             if self._generations[row].stream:
-                if finish is None and key in self._last_chunk and sequence.num_tokens < self._stream_interval:
+                now, before = time.perf_counter(), self._last_chunk.get(key)
+                if finish is None and before is not None and not self._chunks.due(sequence.num_tokens, now - before):
                     return
-                self._note_gap(key)
+                if before is not None:
+                    self._metrics.gap(now - before)
+                self._last_chunk[key] = now
                 self._send([sequence])
                 if finish is None:
                     self._open[key] = _Sequence(row, output.index, "")
@@ -186,13 +191,6 @@ class Reply:
             if final:
                 self.closed = True
                 self._on_end(self)
-
-    def _note_gap(self, key: tuple[int, int]) -> None:
-        now = time.perf_counter()
-        before = self._last_chunk.get(key)
-        if before is not None:
-            self._metrics.gap(now - before)
-        self._last_chunk[key] = now
 
     def _encode(self, sequences: Sequence[_Sequence]) -> list[Any]:
         wanted, make = self._wanted, self._tensors

@@ -31,6 +31,7 @@ from runtime.contract import load_manifest
 from runtime.engine import Engine
 from runtime.errors import ForgelineError, InvalidRequest, QueueFull, UnsupportedFeature
 from runtime.metrics import EngineMetrics, TritonRegistry
+from runtime.serving.chunks import Chunks
 from runtime.serving.control import ControlServer, own_control_path
 from runtime.serving.options import ENGINE_DIR, parse_options, runtime_config
 from runtime.serving.orphan import OrphanWatcher
@@ -71,6 +72,7 @@ class TritonPythonModel:
             skip_special_tokens=self.options.skip_special_tokens,
         )
         self.tensors = Tensors(pb_utils, batched)
+        self.chunks = Chunks(self.options.stream_interval)
         self.orphan_watcher = OrphanWatcher.of_this_process()  # before the first call that waits for the server
         self.metrics = EngineMetrics(TritonRegistry(pb_utils), {"model": args["model_name"], "version": args["model_version"]})
         self.live: dict[Reply, str] = {}  # → the client's request id
@@ -150,7 +152,7 @@ class TritonPythonModel:
             generations=generations,
             wanted=frozenset(request.requested_output_names()),
             decoupled=self.decoupled,
-            stream_interval=self.options.stream_interval,
+            chunks=self.chunks,
             metrics=self.metrics,
             on_end=self._ended,
         )
@@ -158,6 +160,7 @@ class TritonPythonModel:
             if self.draining:
                 raise QueueFull(SHUTTING_DOWN)
             self.live[reply] = request.request_id()
+            self.chunks.streams += reply.streams
         try:
             for row, generation in enumerate(generations):
                 engine_id = str(next(self.engine_ids))
@@ -192,7 +195,8 @@ class TritonPythonModel:
 
     def _ended(self, reply: Reply) -> None:
         with self.lock:
-            self.live.pop(reply, None)
+            if self.live.pop(reply, None) is not None:
+                self.chunks.streams -= reply.streams
             if not self.live:
                 self.became_idle.set()
         if reply.unfinished:

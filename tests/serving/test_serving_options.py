@@ -84,6 +84,7 @@ def test_what_is_not_available_is_refused_with_a_reason(name: str) -> None:
             {"batching_strategy": "v7"},
             "batching_strategy is 'v7' but must be one of inflight_fused_batching, inflight_batching, V1",
         ),
+        ({"stream_interval": "0"}, "stream_interval is '0' but must be a whole number of at least 1 or auto"),
         ({"triton_max_batch_size": "-1"}, "triton_max_batch_size is '-1' but must be a whole number of at least 0"),
         ({"max_tokens_in_paged_kv_cache": "x"}, "max_tokens_in_paged_kv_cache is 'x' but must be a whole number of at least 1"),
         ({"kv_cache_free_gpu_mem_fraction": "2"}, "kv_cache_memory_fraction is 2.0 but must be in (0, 1]"),
