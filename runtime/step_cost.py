@@ -33,6 +33,7 @@ FIRST_CHUNK = 64  # tokens
 _SIZE = 4
 _MEMORY = 1 - 1 / 32  # of a sum, when a step is added to it
 _RIDGE = 1e-9
+_REFIT = 8  # steps between two fits, which take 0.2 ms; fewer while little is known
 _SUBSETS = [np.array(kept) for size in range(_SIZE, 0, -1) for kept in combinations(range(_SIZE), size)]  # all of them first
 
 
@@ -70,7 +71,7 @@ class StepCost:
         self._padded = padded
         self._decodes = _Sums()
         self._prompts = _Sums()
-        self._stale = False
+        self._unfitted = 0  # observations since the last fit
 
     @property
     def is_known(self) -> bool:
@@ -80,8 +81,9 @@ class StepCost:
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Seconds: of any step, per token, per pair, per cached token."""
-        if self._stale:
+        if self._unfitted >= min(_REFIT, 1 + self._prompts.count // 8):
             self._solve()
+            self._unfitted = 0
         return self._coefficients
 
     def expect(self, work: Work) -> float:
@@ -101,7 +103,7 @@ class StepCost:
             self.error = _MEMORY * self.error + (1 - _MEMORY) * off
         self.longest_chunk = max(self.longest_chunk, max(count for _, count in rows))
         sums.add(self._features(work) / seconds)
-        self._stale = True
+        self._unfitted += 1
 
     def _features(self, work: Work) -> npt.NDArray[np.float64]:
         return np.array([1.0, self._padded(work.tokens), work.pairs, work.cached])
@@ -123,7 +125,6 @@ class StepCost:
                 if len(kept) == _SIZE:
                     break
         self._coefficients = tuple(found.tolist())
-        self._stale = False
 
 
 class _Sums:
@@ -152,8 +153,8 @@ class PromptPace:
         self.cost = StepCost(padded)
 
     def begin(self, decodes: Sequence[int], num_prompts: int) -> StepAllowance | None:
-        """For a step in which sequences of so many computed tokens add one. None: no limit."""
-        if not decodes or not self.cost.is_known:
+        """For a step in which sequences of so many computed tokens add one. None: no limit, or no prompt to limit."""
+        if not decodes or not num_prompts or not self.cost.is_known:
             return None
         work = work_of((first, 1) for first in decodes)
         more = (self.max_stretch - 1) * max(1.0, num_prompts / len(decodes))
