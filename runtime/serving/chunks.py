@@ -12,7 +12,7 @@ import os
 
 STREAMS_PER_CORE = 4
 MOST = 4
-LONGEST_S = 0.1  # what a reader takes for immediate
+LONGEST_S = 0.25  # about as long as a reader's eye rests on a word
 
 
 class Chunks:
