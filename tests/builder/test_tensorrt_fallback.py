@@ -30,7 +30,7 @@ def _accept(monkeypatch: pytest.MonkeyPatch, precision: str, ratios: list[float]
         plan.kv_cache = SimpleNamespace(key_dtype="f16", value_dtype="f16")
         monkeypatch.setattr(build, "_parts", lambda *_: {})
         manifest = SimpleNamespace(plan={}, kv_cache=plan.kv_cache, precision=SimpleNamespace(details={}))
-        accuracy = {"perplexity_ratio": ratios[len(tried) - 1], "mean_kl": 0.1}
+        accuracy = {"perplexity_ratio": ratios[len(tried) - 1], "mean_kl": 0.01}
         return build.Attempt(plan, manifest, accuracy)  # type: ignore[arg-type]
 
     monkeypatch.setattr(build, "_attempt", attempt)
