@@ -14,6 +14,8 @@ namespace {
 
 constexpr int64_t ALONE = 96;             // rows times blocks that one thread attends to sooner than it wakes another,
 constexpr int64_t ALONE_AWAKE = 12;       // or one that is awake
+constexpr int FEW_ROWS = 8;               // of a tile, that wait for memory
+constexpr int64_t FAR = 2;                // blocks to the one that they fetch into the second level cache
 constexpr int64_t TASKS_PER_THREAD = 64;  // below, spans of the same rows become tasks
 
 struct Task {  // some tokens of a sequence, some heads that share keys, some spans
@@ -184,8 +186,8 @@ private:
         const int64_t all = position(task, task.token + task.tokens), shift = task.token + task.tokens - all;
         tile.start_span();
         for (; block * BLOCK < end; ++block) {
-            if ((block + 1) * BLOCK < end) announce(tile, blocks[block + 1], task.kv_head);
-            else if (size_t(index) + 1 < m_tasks.size()) announce_first(tile, m_tasks[index + 1]);
+            tile.next = ahead(task, index, block + 1, end);
+            tile.far = tile.rows <= FEW_ROWS ? ahead(task, index, block + FAR, end) : Tile::Stored{};
             if (task.stores) {
                 const int64_t begin = std::max(all - task.tokens, block * BLOCK), stop = std::min(all, (block + 1) * BLOCK);
                 store(task.sequence, task.kv_head, begin + shift, stop + shift);
@@ -194,15 +196,19 @@ private:
         }
     }
 
-    // What the tile fetches while it is busy: the next block, which at the end is that of another task.
-    void announce(Tile& tile, int64_t block, int64_t head) const {
-        tile.next_keys = keys_of(block, head);
-        tile.next_values = values_of(block, head);
-    }
-
-    void announce_first(Tile& tile, const Task& task) const {
-        const int64_t block = std::max(first_seen(position(task, task.token)), task.span * SPAN) / BLOCK;
-        announce(tile, blocks_of(task.sequence)[block], task.kv_head);
+    // What the tile fetches while it is busy: a block of the span, or one of the task that this thread is likely to take next.
+    Tile::Stored ahead(const Task& task, int64_t index, int64_t block, int64_t end) const {
+        const Task* of = &task;
+        if (block * BLOCK >= end) {
+            index += m_alone ? 1 : m_threads.count();
+            if (index >= int64_t(m_tasks.size())) return {};
+            of = &m_tasks[index];
+            block -= (end + BLOCK - 1) / BLOCK;
+            block += std::max(first_seen(position(*of, of->token)), of->span * SPAN) / BLOCK;
+            if (block * BLOCK >= position(*of, of->token + of->tokens)) return {};
+        }
+        const int32_t at = blocks_of(of->sequence)[block];
+        return {keys_of(at, of->kv_head), values_of(at, of->kv_head)};
     }
 
     void write(const Task& task, const Partial& total) const {

@@ -51,8 +51,12 @@ struct alignas(64) Tile {  // of one thread
     alignas(64) float offsets[MAX_ROWS * MAX_GROUPS * LANES];  // to take off, from zero points
     alignas(64) float values[MAX_ROWS * MAX_HEAD_DIM];
 
-    const uint8_t* next_keys = nullptr;  // of the block to come, or null
-    const uint8_t* next_values = nullptr;
+    struct Stored {  // keys and values of a block, or nulls
+        const uint8_t* keys = nullptr;
+        const uint8_t* values = nullptr;
+    };
+    Stored next;  // the block to come
+    Stored far;   // one behind it, if memory is what few rows wait for: as far as the second level cache, which takes more misses
 
     void start(const AttentionShape& for_shape, int num_rows);
     void set_query(int row, const float* q);
@@ -62,15 +66,22 @@ struct alignas(64) Tile {  // of one thread
     void end_span(const Partial& to) const;
 
     // A part of the block to come, while rows are summed over this one: all at once would fill the queue of misses, and stall.
-    void fetch_keys(int part, int parts) const { fetch(next_keys, shape.key_bytes(), part, parts); }
-    void fetch_values(int part, int parts) const { fetch(next_values, shape.value_bytes(), part, parts); }
+    void fetch_keys(int part, int parts) const {
+        fetch<_MM_HINT_T0>(next.keys, shape.key_bytes(), part, parts);
+        fetch<_MM_HINT_T1>(far.keys, shape.key_bytes(), part, parts);
+    }
+    void fetch_values(int part, int parts) const {
+        fetch<_MM_HINT_T0>(next.values, shape.value_bytes(), part, parts);
+        fetch<_MM_HINT_T1>(far.values, shape.value_bytes(), part, parts);
+    }
 
 private:
+    template <decltype(_MM_HINT_T0) HINT>
     static void fetch(const uint8_t* from, size_t bytes, int part, int parts) {
         constexpr size_t LINE = 64;
         const size_t lines = from ? (bytes + LINE - 1) / LINE : 0;
         for (size_t i = lines * part / parts; i < lines * (part + 1) / parts; ++i)
-            _mm_prefetch(reinterpret_cast<const char*>(from + i * LINE), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(from + i * LINE), HINT);
     }
 };
 
