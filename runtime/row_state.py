@@ -73,7 +73,8 @@ class RowState:
             if before:
                 self._words.setdefault(before[-1], []).append((before, last))
         changes_logits = bool(penalized or params.bad_words_ids or params.logit_bias)
-        self._always = not params.is_greedy or changes_logits or params.logprobs is not None
+        self._copies = changes_logits or params.logprobs is not None
+        self._always = not params.is_greedy or self._copies
         if params.is_greedy:
             self.kind = GREEDY
         elif 0 < self.top_k < vocab_size:
@@ -83,6 +84,10 @@ class RowState:
 
     def needs_logits(self, request: Request) -> bool:
         return self._always or self.below_minimum(request)
+
+    def needs_copy(self, request: Request) -> bool:
+        """Whether more is done with the logits than to draw from them."""
+        return self._copies or self.below_minimum(request)
 
     def below_minimum(self, request: Request) -> bool:
         return request.num_output_tokens < self.params.min_tokens

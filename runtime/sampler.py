@@ -15,6 +15,9 @@ top_k                keeps exactly k, the lower id among equals; top_p the small
 seed                 the n-th output token's randomness is a hash of (seed, n): the same alone, in a batch, after preemption
 logprobs             of the model's own distribution: before temperature, bias, penalties and masks
 
+An executor may bring a kernel for what comes after the edits (`StepOutput.choose`), which draws from the engine's own buffer where
+nothing is edited. Without one numpy does it on copies.
+
 A row that cannot be sampled, for whatever reason, ends alone: a block of rows in which something raises is done again row by row.
 
 State per request (token counts, a drawn seed) follows `Request.token_ids`, which preemption keeps; it ends with `forget`, or
@@ -33,13 +36,14 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import runtime.logits as ops
 from runtime.errors import InvalidRequest
-from runtime.executors.base import StepOutput
+from runtime.executors.base import Choose, StepOutput
 from runtime.request import Request, SamplingParams
 from runtime.row_state import FILTERED, FREE, GREEDY, NUCLEUS, RowState
 
@@ -117,6 +121,8 @@ class Sampler:
             if needed:
                 active.append((row, request, state))
         self._check_argmax(output, token_ids, errors)
+        if output.choose is not None:
+            active = self._choose_in_place(output, output.choose, active, token_ids, errors)
         active.sort(key=lambda entry: entry[2].kind)
         size = max(1, _BLOCK_BYTES // (4 * self.vocab_size))
         if active:
@@ -125,12 +131,12 @@ class Sampler:
         for start in range(0, len(active), size):
             block = active[start : start + size]
             try:
-                self._process(output.logits, block, token_ids, logprobs, errors)
+                self._process(output.logits, block, token_ids, logprobs, errors, output.choose)
             except Exception:
                 log.exception("%d rows could not be sampled together; each is sampled alone", len(block))
                 for entry in block:
                     try:
-                        self._process(output.logits, [entry], token_ids, logprobs, errors)
+                        self._process(output.logits, [entry], token_ids, logprobs, errors, output.choose)
                     except Exception as error:
                         errors[entry[0]] = _fault(error)
         token_ids[list(errors)] = NOT_A_TOKEN
@@ -152,6 +158,28 @@ class Sampler:
         for row in np.flatnonzero(broken):
             errors.setdefault(int(row), BROKEN_LOGITS)
 
+    def _choose_in_place(
+        self,
+        output: StepOutput,
+        choose: Choose,
+        active: list[tuple[int, Request, RowState]],
+        token_ids: npt.NDArray[np.int64],
+        errors: Mapping[int, str],
+    ) -> list[tuple[int, Request, RowState]]:
+        """Rows that are only drawn from need no copy of their logits, and their best value is known. Returns the others."""
+        copied = [entry for entry in active if entry[2].needs_copy(entry[1])]
+        drawn = [entry for entry in active if entry[0] not in errors and not entry[2].needs_copy(entry[1])]
+        if drawn:
+            rows, requests, states = zip(*drawn, strict=True)
+            at = np.array(rows)
+            best = output.logits[at, token_ids[at]]
+            try:
+                token_ids[at] = choose(output.logits, at, best, *self._parameters(requests, states))
+            except Exception:
+                log.exception("%d rows could not be sampled in place; their logits are copied", len(drawn))
+                return active
+        return copied
+
     def _process(
         self,
         raw: npt.NDArray[np.float32],
@@ -159,6 +187,7 @@ class Sampler:
         token_ids: npt.NDArray[np.int64],
         logprobs: list[TokenLogprobs | None],
         errors: dict[int, str],
+        choose: Choose | None,
     ) -> None:
         """Choose the tokens of some rows, in order of kind, into `token_ids`, `logprobs` and `errors`."""
         rows, requests, states = zip(*block, strict=True)
@@ -188,8 +217,7 @@ class Sampler:
             if kind == GREEDY:
                 values[part].argmax(axis=1, out=chosen[part])
             elif states[part]:
-                values[part] -= best[part, None]
-                chosen[part] = self._draw(values[part], scratch[part], requests[part], states[part])
+                chosen[part] = self._draw(values[part], best[part], scratch[part], requests[part], states[part], choose)
         token_ids[list(rows)] = chosen
         for i in wanted:
             token = int(chosen[i])
@@ -200,16 +228,26 @@ class Sampler:
     def _draw(
         self,
         values: npt.NDArray[np.float32],
+        best: npt.NDArray[np.float32],
         scratch: npt.NDArray[np.float32],
         requests: Sequence[Request],
         states: Sequence[RowState],
+        choose: Choose | None,
     ) -> npt.NDArray[np.int64]:
-        params = [state.params for state in states]
-        temperature = np.clip(np.array([p.temperature for p in params]), _MIN_TEMPERATURE, _MAX_TEMPERATURE)
+        temperature, top_k, top_p, min_p, uniform = self._parameters(requests, states)
+        if choose is not None:
+            return choose(values, np.arange(len(values)), best, temperature, top_k, top_p, min_p, uniform)
+        values -= best[:, None]
         if (temperature != 1).any():
             values *= (1 / temperature)[:, None].astype(np.float32)
-        return ops.choose(
-            values,
+        return ops.choose(values, top_k, top_p, min_p, uniform, scratch)
+
+    @staticmethod
+    def _parameters(requests: Sequence[Request], states: Sequence[RowState]) -> tuple[npt.NDArray[Any], ...]:
+        """temperature, top_k, top_p, min_p, uniform."""
+        params = [state.params for state in states]
+        return (
+            np.clip(np.array([p.temperature for p in params]), _MIN_TEMPERATURE, _MAX_TEMPERATURE),
             np.array([state.top_k for state in states]),
             np.array([p.top_p for p in params]),
             np.array([p.min_p for p in params]),
@@ -217,7 +255,6 @@ class Sampler:
                 np.array([state.seed for state in states], np.uint64),
                 np.array([request.num_output_tokens for request in requests], np.uint64),
             ),
-            scratch,
         )
 
     def _edit(self, values: npt.NDArray[np.float32], requests: Sequence[Request], states: Sequence[RowState]) -> bool:

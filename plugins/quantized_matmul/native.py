@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels, of matrices, attention and whole layers: C++ → a library for this machine's CPU and OpenVINO.
+"""Compiles the CPU kernels, of matrices, attention, layers and sampling: C++ → a library for this machine's CPU and OpenVINO.
 
 Needs    a C++17 compiler ($CXX, g++, c++ or clang++) where engines are built; the runtime needs none
          the headers and libraries that OpenVINO's wheel brings, oneTBB's among them
@@ -21,7 +21,12 @@ from pathlib import Path
 import openvino as ov
 
 _PLUGINS = Path(__file__).parent.parent
-_PLACES = (Path(__file__).parent, _PLUGINS / "paged_attention" / "native", _PLUGINS / "decoder_layers")
+_PLACES = (
+    Path(__file__).parent,
+    _PLUGINS / "paged_attention" / "native",
+    _PLUGINS / "decoder_layers",
+    _PLUGINS / "sampling" / "native",
+)
 SOURCES = tuple(file for place in _PLACES for file in sorted(place.glob("*.cpp")))
 HEADERS = tuple(file for place in _PLACES for file in sorted(place.glob("*.h")))
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c")  # as Linux names them

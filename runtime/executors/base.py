@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.batch import StepInputs
+
+Numbers = npt.NDArray[np.floating[Any]]
+Ints = npt.NDArray[np.int64]
+
+
+class Choose(Protocol):
+    """What `runtime.logits.choose` does, as compiled code."""
+
+    def __call__(
+        self,
+        values: npt.NDArray[np.float32],
+        rows: Ints,
+        best: Numbers,
+        temperature: Numbers,
+        top_k: Ints,
+        top_p: Numbers,
+        min_p: Numbers,
+        uniform: npt.NDArray[np.float64],
+    ) -> Ints:
+        """Token ids of some rows of `values` [R, V], whose largest values `best` are finite; the others are [N], as `rows`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -18,6 +39,7 @@ class StepOutput:
 
     logits: npt.NDArray[np.float32]  # [R, V]; empty [0, V] when no row was asked for
     next_token: npt.NDArray[np.int64]  # [R], argmax of logits
+    choose: Choose | None = None  # where the executor has a kernel for it
     logits_at_hand: ClassVar[bool] = (
         True  # False: reading `logits` fetches them from a device, so do it only for rows that need it
     )

@@ -27,6 +27,7 @@ from plugins.paged_attention import openvino as paged
 from plugins.paged_attention.openvino_own import OwnAttention
 from plugins.quantized_matmul import openvino as quantized
 from plugins.quantized_matmul.native import missing_cpu_flags
+from plugins.sampling.native.choose import Choose
 from runtime import contract
 from runtime.batch import StepInputs
 from runtime.contract import Manifest, check_library
@@ -63,6 +64,8 @@ class OpenVINOExecutor:
         self.min_prefill_tokens = self._least_rows = 2 if compute_dtype == "f32" and not self._rows_independent else 1
         model = Path(engine_dir) / manifest.plan["model"]
         compiled = _compile(model, manifest, compute_dtype, num_threads)
+        kernels = manifest.plan.get("kernels")
+        self._choose = Choose.of(Path(engine_dir) / kernels, num_threads) if kernels else None
         self._weights = MappedWeights(model.parent)
         blocks = paged.pool_blocks(compiled)
         per_token = sum(block.num_bytes for block in blocks.values()) / self.block_size
@@ -93,7 +96,7 @@ class OpenVINOExecutor:
         request.infer()
         self._weights.release_after(len(inputs.input_ids))
         logits = request.get_output_tensor(self._logits).data
-        return StepOutput(logits, logits.argmax(axis=-1))
+        return StepOutput(logits, logits.argmax(axis=-1), self._choose)
 
     def _feed(self, name: str, values: npt.NDArray) -> None:
         """Into the tensor of the step before where the shape is the same: to set another takes 12 µs."""

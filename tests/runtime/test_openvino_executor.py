@@ -13,6 +13,7 @@ from cpu_engines import Built, Sequences, build, prompt
 
 from runtime.contract import load_manifest
 from runtime.errors import EngineError, ManifestMismatch
+from runtime.executors.base import StepOutput
 from runtime.executors.openvino import OpenVINOExecutor
 
 LONG = prompt(70, 1)  # three blocks
@@ -76,6 +77,23 @@ def test_rows_come_in_the_order_asked_for_and_next_token_is_their_argmax(engine:
     np.testing.assert_allclose(some, every[[69, 3, 40]], atol=1e-5)
     assert next_token.dtype == np.int64
     assert np.array_equal(next_token, some.argmax(-1))
+
+
+def test_only_an_engine_with_kernels_of_its_own_draws_with_one(
+    engine: Callable[..., Built], exported: Callable[[str], Any], cpu_kernels: Path, tmp_path: Path
+) -> None:
+    def output_of(executor: OpenVINOExecutor) -> StepOutput:
+        outputs, execute = [], executor.execute
+        executor.execute = lambda inputs: outputs.append(execute(inputs)) or outputs[-1]  # type: ignore[method-assign, func-returns-value]
+        Sequences(executor).step({"a": LONG}, rows=[3, 69])
+        return outputs[0]
+
+    assert output_of(engine("llama", "int8").executor()).choose is None
+    output = output_of(build(exported("llama"), tmp_path, "int8", kernels=cpu_kernels).executor())
+    assert output.choose is not None
+    one, rows = np.ones(2), np.array([1, 0])
+    drawn = output.choose(output.logits, rows, output.logits.max(axis=1)[rows], one, np.array([1, 1]), one, 0 * one, one / 2)
+    assert drawn.tolist() == output.next_token[rows].tolist()
 
 
 @pytest.mark.parametrize("key", [("llama", "fp32", "f32"), ("llama", "int8", "u8"), ("gemma2", "fp32", "f32")])

@@ -14,6 +14,8 @@ from runtime.executors.base import StepOutput
 from runtime.request import SamplingParams
 from runtime.sampler import NOT_A_TOKEN, Sampler
 
+pytestmark = pytest.mark.usefixtures("both_ways_to_choose")
+
 # --- which rows are worked on ---
 
 
@@ -160,6 +162,26 @@ def test_an_argmax_outside_the_vocabulary_is_an_error(token):
     sampled = Sampler(3).sample(StepOutput(np.empty((0, 3), np.float32), np.array([token, 1])), [make_request(), make_request()])
     assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 1]
     assert list(sampled.errors) == [0]
+
+
+@pytest.mark.parametrize("token", [-1, 3])
+def test_a_row_without_an_argmax_spares_those_that_are_drawn(token):
+    good = step([[0.0, 1.0, 2.0]] * 2)
+    output = StepOutput(good.logits, np.array([token, 2]), good.choose)
+    sampled = Sampler(3).sample(output, [make_request(temperature=1.0, top_k=1) for _ in range(2)])
+    assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 2]
+    assert list(sampled.errors) == [0]
+
+
+def test_a_kernel_that_fails_ends_only_the_rows_that_need_it(caplog):
+    def fail(*_):
+        raise MemoryError("no memory to sample")
+
+    output = StepOutput(np.array([[0.0, 1.0, 2.0]] * 3, np.float32), np.array([2, 2, 2]), fail)
+    sampled = Sampler(3).sample(output, [make_request(temperature=1.0), make_request(), make_request(presence_penalty=1.0)])
+    assert sampled.token_ids.tolist() == [NOT_A_TOKEN, 2, 2]
+    assert "could not be chosen (MemoryError: no memory to sample)" in sampled.errors[0] and list(sampled.errors) == [0]
+    assert "could not be sampled in place" in caplog.text
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}])

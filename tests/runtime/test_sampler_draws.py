@@ -11,6 +11,8 @@ from sampler_steps import make_request, pick, softmax, step
 from runtime import logits as ops
 from runtime.sampler import Sampler
 
+pytestmark = pytest.mark.usefixtures("both_ways_to_choose")
+
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 
