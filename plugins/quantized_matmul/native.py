@@ -7,6 +7,7 @@ CPU      AVX512 F, BW, DQ, VL and VNNI: Intel from Ice Lake, AMD from Zen 4
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,6 +35,7 @@ CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"
 OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-s")
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 600
+_UNFINISHED = ".compiling-"
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -82,7 +85,11 @@ def compile_library(path: Path) -> None:
     found = compiler()
     assert libraries is not None and found is not None, why_not()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as directory:
+    for abandoned in path.parent.glob(f"{_UNFINISHED}*"):  # by a process that was killed
+        with contextlib.suppress(OSError):
+            if abandoned.stat().st_mtime < time.time() - 2 * _TIMEOUT_S:
+                shutil.rmtree(abandoned)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as directory:
         made = Path(directory) / path.name
         command = [
             *found, *OPTIONS, *(f"-m{flag.replace('_', '')}" for flag in CPU_FLAGS), f"-I{_openvino() / 'include'}",

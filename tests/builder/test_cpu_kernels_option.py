@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,20 @@ def test_what_a_compiler_says(body: str, message: str, compiler: Callable[[str],
     with pytest.raises(native.CompilerError, match=message):
         native.compile_library(tmp_path / "made" / "k.so")
     assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_what_a_killed_compilation_left_is_removed_once_nobody_can_be_at_it(
+    compiler: Callable[[str], Path], tmp_path: Path
+) -> None:
+    compiler('[ "$1" = --version ] || exit 1')
+    old, young = tmp_path / ".compiling-old", tmp_path / ".compiling-young"
+    for each in (old, young):
+        each.mkdir()
+        (each / "k.so").write_bytes(b"half")
+    os.utime(old, (0, 0))
+    with pytest.raises(native.CompilerError):
+        native.compile_library(tmp_path / "k.so")
+    assert list(tmp_path.glob(".compiling-*")) == [young]
 
 
 def test_a_compiler_that_cannot_be_run_counts_as_one_that_fails(compiler: Callable[[str], Path], tmp_path: Path) -> None:
