@@ -24,7 +24,7 @@ import onnx_ir as ir
 from builder import gate, model_zoo
 from builder.bundle import atomic_directory, check_apart, check_replaceable, disk_errors, make_directory, require_space
 from builder.cache import REMEDY as CACHE_REMEDY
-from builder.cache import canonical_entry, prune, touch
+from builder.cache import canonical_entry, is_whole, prune, seal, touch
 from builder.checkpoint import load_checkpoint, max_positions, num_weights, source_sha256
 from builder.config import BYTES_PER_WEIGHT, PRECISIONS, BuildConfig, canonical_key
 from builder.report import write_report
@@ -91,7 +91,7 @@ def _build(config: BuildConfig, stages: Stages) -> BuildResult:
         require_space(config.output, int(per_weight * num_weights(source)), "the engine")
     with atomic_directory(config.output) as staging:
         with stages("export"):
-            canonical = _canonical(source, sha256, config, staging)
+            canonical = _canonical(source, sha256, config, staging, stages)
         spec = _read_spec(canonical)
         report = _finish(config, stages, canonical, spec, staging, key)
     if config.use_cache:
@@ -100,7 +100,11 @@ def _build(config: BuildConfig, stages: Stages) -> BuildResult:
 
 
 def _check_options(config: BuildConfig) -> None:
-    """Of the target, before the minutes that export and calibration take."""
+    """Before the minutes that export and calibration take."""
+    if config.calibration_data is not None:
+        from builder.calibration_data import read
+
+        read(config.calibration_data)
     if config.target == "cpu":
         from builder.targets.openvino_engine import check_options as check_cpu
 
@@ -122,7 +126,7 @@ def _check_length(config: BuildConfig, positions: int | None, name: str) -> None
 # ------------------------------------------------------------------------------------------------------- canonical graph
 
 
-def _canonical(source: str, sha256: str, config: BuildConfig, staging: Path) -> Path:
+def _canonical(source: str, sha256: str, config: BuildConfig, staging: Path, stages: Stages) -> Path:
     """Directory with model.onnx, spec.json, fusion.json and tokenizer/: from the cache, or exported now."""
     if not config.use_cache:
         return _export(source, staging / EXPORT_DIR)
@@ -130,11 +134,14 @@ def _canonical(source: str, sha256: str, config: BuildConfig, staging: Path) -> 
     with disk_errors(entry.parent, CACHE_REMEDY):
         make_directory(entry.parent, CACHE_REMEDY)
         sweep(entry.parent)
-        if not (entry / "spec.json").is_file():
+        if not is_whole(entry):
+            if entry.exists():
+                stages.note(f"{entry} is not as it was written; the model is exported again")
             need = EXPORTED_BYTES_PER_WEIGHT * num_weights(source)
             require_space(entry.parent, need, "the exported graph in the build cache", CACHE_REMEDY)
             with atomic_directory(entry, replace=True, remedy=CACHE_REMEDY) as place:  # another build may have been faster
                 _export(source, place)
+                seal(place)
             prune(entry.parent, keep=entry)
         touch(entry)
     return entry

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ _OURS = ("schema_version", "forgeline_version", "plan")  # keys of every manifes
 OTHER_OUTPUT = "choose another --output"
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
-_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's tofile on a full disk, with no errno
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written|problem writing element \d+ to file")  # of numpy's tofile, with no errno
 
 
 @contextlib.contextmanager
@@ -98,7 +99,13 @@ def disk_errors(place: Path, remedy: str = OTHER_OUTPUT, *, written: Path | None
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) or _SHORT_WRITE.fullmatch(str(error)):
+        short = _SHORT_WRITE.fullmatch(str(error))
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if error.errno == errno.EFBIG or (short and limit != resource.RLIM_INFINITY):
+            raise OutOfDisk(
+                f"a file for {place} is larger than the {limit / 1e6:.1f} MB that this process may write; raise `ulimit -f`"
+            ) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or short:
             free = shutil.disk_usage(_existing(place)).free
             if written is None:
                 how = f" ({free / 1e6:.0f} MB free)"

@@ -2,7 +2,8 @@
 finished engines are, so that the same engine in another place is a copy.
 
 Place    $XDG_CACHE_HOME/forgeline/canonical/<key>, oldest entries dropped past `max_bytes`
-Entry    model.onnx + weights.bin, spec.json (ModelSpec), fusion.json, tokenizer/; written atomically, safe between processes
+Entry    model.onnx + weights.bin, spec.json (ModelSpec), fusion.json, tokenizer/, checksums.json; written atomically, safe
+         between processes; made anew when it is not as it was written
 Engines  $XDG_CACHE_HOME/forgeline/engines/<key>: a digest and a path, the last MAX_ENGINES of them; whether it still is
          that engine is for the reader to check
 """
@@ -10,21 +11,40 @@ Engines  $XDG_CACHE_HOME/forgeline/engines/<key>: a digest and a path, the last 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from builder.bundle import tree_bytes
-from runtime.contract import cache_root
+from builder.staging import LOCK_FILE
+from runtime.contract import cache_root, file_sha256
 
 MAX_BYTES = 40 << 30
 MAX_ENGINES = 256
+CHECKSUMS_FILE = "checksums.json"
 REMEDY = "set XDG_CACHE_HOME to another place, or build with --no-cache"
 
 
 def canonical_entry(key: str) -> Path:
     return cache_root() / "canonical" / key[:32]
+
+
+def seal(entry: Path) -> None:
+    """Keep what `is_whole` compares with."""
+    files = sorted(file for file in entry.rglob("*") if file.is_file() and file.name != LOCK_FILE)
+    checksums = {str(file.relative_to(entry)): file_sha256(file) for file in files}
+    (entry / CHECKSUMS_FILE).write_text(json.dumps(checksums, indent=2), encoding="utf-8")
+
+
+def is_whole(entry: Path) -> bool:
+    """Whether every file of the entry is as it was written: half a second per gigabyte."""
+    try:
+        checksums = json.loads((entry / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        return all(file_sha256(entry / name) == expected for name, expected in checksums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def touch(entry: Path) -> None:

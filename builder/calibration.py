@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,9 +88,14 @@ def _save(place: Path, found: Calibration) -> None:
 
 
 def _load(place: Path) -> Calibration | None:
-    if not place.is_file():
+    try:
+        return _read(place)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # not there, or damaged
         return None
-    with np.load(place) as arrays:
+
+
+def _read(place: Path) -> Calibration:
+    with open(place, "rb") as file, np.load(file) as arrays:
         kv_amax = {name[3:]: arrays[name] for name in arrays.files if name.startswith("kv/")}
         stats = {}
         for name in (each[len("numbers/") :] for each in arrays.files if each.startswith("numbers/")):

@@ -1,8 +1,8 @@
 """Text to calibrate with: a plain text file, JSON lines of texts, prompts or chats, or the built-in sample.
 
-    .txt      the whole file
-    .jsonl    one object per line: {"text": …} or {"prompt": …}, {"messages": [{"role", "content"}, …]} through the model's chat
-              template, or just a string
+    .jsonl, .json, .ndjson   one object per line: {"text": …} or {"prompt": …}, {"messages": [{"role", "content"}, …]} through the
+                             model's chat template, or just a string
+    any other                the whole file
 
 Windows   `context` tokens each, at most `samples`; with BOS in front where the model's tokenizer puts it
 Raises    BuildError for an empty or too short text, lines that are not UTF-8 or not such objects
@@ -10,11 +10,13 @@ Raises    BuildError for an empty or too short text, lines that are not UTF-8 or
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,9 @@ from runtime.tokenizer import Tokenizer
 CONTEXT = 512
 SAMPLES = 32
 MIN_TOKENS = 128
+LINES = (".jsonl", ".json", ".ndjson")  # suffixes, in either case
+
+Entry = str | list[dict[str, Any]]  # a text, or a chat
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,13 @@ class CalibrationSet:
 
 def load(path: Path | None, tokenizer: Tokenizer, *, samples: int = SAMPLES, context: int = CONTEXT) -> CalibrationSet:
     """`path` None: the built-in text."""
-    texts = [calibration_text()] if path is None else _read(path, tokenizer)
+    entries = [(0, calibration_text())] if path is None else read(path)
     token_ids: list[int] = []
-    for text in texts:
+    for number, entry in entries:
+        try:
+            text = entry if isinstance(entry, str) else tokenizer.apply_chat_template(entry, add_generation_prompt=False)
+        except ForgelineError as error:
+            raise BuildError(f"line {number} of the calibration data {path} cannot be rendered: {error}") from error
         try:
             token_ids += tokenizer.encode(text, add_special_tokens=False)
         except ForgelineError as error:
@@ -69,13 +78,16 @@ def added_bos(tokenizer: Tokenizer) -> int | None:
     return tokenizer.bos_token_id if ids and ids[0] == tokenizer.bos_token_id else None
 
 
-def _read(path: Path, tokenizer: Tokenizer) -> Sequence[str]:
+def read(path: Path) -> Sequence[tuple[int, Entry]]:
+    """What the file holds, each with the number of its line.  Raises  BuildError, as above but for the length"""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise BuildError(
             f"the calibration data {path} cannot be read ({error.strerror}); give a readable .txt or .jsonl file"
         ) from error
+    if lines:
+        lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
     texts = []
     for number, line in enumerate(lines, 1):
         try:
@@ -85,18 +97,18 @@ def _read(path: Path, tokenizer: Tokenizer) -> Sequence[str]:
                 f"line {number} of the calibration data {path} is not UTF-8 (byte {error.start} is 0x{line[error.start]:02X}); "
                 "convert the file to UTF-8"
             ) from None
-    if path.suffix != ".jsonl":
-        return ["".join(texts)]
-    return [_entry(path, number, line, tokenizer) for number, line in enumerate(texts, 1) if line.strip()]
+    if path.suffix.lower() not in LINES:
+        return [(1, "".join(texts))]
+    return [(number, _entry(path, number, line)) for number, line in enumerate(texts, 1) if line.strip()]
 
 
-def _entry(path: Path, number: int, line: str, tokenizer: Tokenizer) -> str:
+def _entry(path: Path, number: int, line: str) -> Entry:
     where = f"line {number} of the calibration data {path}"
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise BuildError(f"{where} is not JSON ({reason}); a .jsonl file has one JSON value per line") from None
+        raise BuildError(f"{where} is not JSON ({reason}); a {path.suffix} file has one JSON value per line") from None
     if isinstance(entry, str):
         return entry
     if isinstance(entry, dict):
@@ -104,8 +116,20 @@ def _entry(path: Path, number: int, line: str, tokenizer: Tokenizer) -> str:
             if isinstance(entry.get(key), str):
                 return str(entry[key])
         if isinstance(entry.get("messages"), list):
-            try:
-                return tokenizer.apply_chat_template(entry["messages"], add_generation_prompt=False)
-            except ForgelineError as error:
-                raise BuildError(f"{where} cannot be rendered: {error}") from error
+            for index, message in enumerate(entry["messages"]):
+                _check_message(message, f"{where}: messages[{index}]")
+            return list(entry["messages"])
+        for key, kind in (("text", "a string"), ("prompt", "a string"), ("messages", "a list")):
+            if key in entry:
+                raise BuildError(f'{where} has a "{key}" of type {type(entry[key]).__name__} but it must be {kind}')
     raise BuildError(f'{where} has no "text", "prompt" or "messages"; give each line one of them')
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise BuildError(f"{where} is of type {type(message).__name__} but must be an object with a role and content")
+    if not isinstance(message.get("role"), str):
+        raise BuildError(f'{where} has no "role", a string such as "user"')
+    content = message.get("content")
+    if not isinstance(content, (str, list)) and not message.get("tool_calls"):
+        raise BuildError(f'{where} has no "content", a string or a list of parts')

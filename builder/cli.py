@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +134,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _size(text: str) -> int:
-    """Bytes, with K, M or G for powers of 1024; 24GiB is 24G."""
-    text = text.removesuffix("iB")
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
-    number = text[:-1] if factor > 1 else text
-    if not number.isdigit() or not int(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G")
-    if factor * int(number) >= 1 << 63:
+    """Bytes: 24GiB and 24G are powers of 1024, 24GB of 1000."""
+    found = re.fullmatch(r"(\d{1,19}(?:\.\d{1,9})?)([KMGT]?)(I?B)?", text, re.IGNORECASE | re.ASCII)
+    power = "KMGT".index(found[2].upper()) + 1 if found and found[2] else 0
+    base = 1000 if found and (found[3] or "").upper() == "B" else 1024
+    size = int(Fraction(found[1]) * base**power) if found else 0
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M, 1.5GiB or 24GB")
+    if size >= 1 << 63:
         raise argparse.ArgumentTypeError(f"{text!r} is beyond 8 EiB")
-    return factor * int(number)
+    return size
 
 
 def build(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -212,6 +212,8 @@ def content_sha256(path: Path | None) -> str:
     if path is None:
         return ""
     try:
+        if path.exists() and not path.is_file():  # a pipe could be read once only, a device without end
+            raise BuildError(f"{path} is {'a directory' if path.is_dir() else 'no regular file'}; give a .txt or .jsonl file")
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise BuildError(f"{path} cannot be read ({error.strerror}); give a readable .txt or .jsonl file") from error

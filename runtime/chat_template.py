@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.errors import InvalidRequest, UnsupportedFeature
 
+_MAX_LEVELS = 64  # of lists and objects in each other
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names clients use; templates read the first, or the second
 
 
@@ -52,14 +53,16 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, levels: int = _MAX_LEVELS) -> Any:
     """A copy made of JSON types only: an object's methods are out of the template's reach."""
+    if levels == 0:
+        raise InvalidRequest(f"{where[:60]}… is nested more than {_MAX_LEVELS} levels deep")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): _plain(item, f"{where}.{key}", levels - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_plain(item, f"{where}[{i}]", levels - 1) for i, item in enumerate(value)]
     raise InvalidRequest(f"{where} is of type {type(value).__name__} but must be made of JSON values")
 
 

@@ -15,8 +15,8 @@ top_k                keeps exactly k, the lower id among equals; top_p the small
 seed                 the n-th output token's randomness is a hash of (seed, n): the same alone, in a batch, after preemption
 logprobs             of the model's own distribution: before temperature, bias, penalties and masks
 
-An executor may bring a kernel for what comes after the edits (`StepOutput.choose`), which draws from the engine's own buffer where
-nothing is edited. Without one numpy does it on copies.
+An executor may bring a kernel for what comes after the edits (`StepOutput.choose`), which draws from the engine's own buffer
+where nothing is edited. Without one numpy does it on copies.
 
 A row that cannot be sampled, for whatever reason, ends alone: a block of rows in which something raises is done again row by row.
 

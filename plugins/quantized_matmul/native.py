@@ -14,9 +14,11 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -95,18 +97,32 @@ def compile_library(path: Path) -> None:
             *found, *OPTIONS, *(f"-m{flag.replace('_', '')}" for flag in CPU_FLAGS), f"-I{_openvino() / 'include'}",
             *map(str, SOURCES), "-o", str(made), f"-L{_openvino() / 'libs'}", *(f"-l:{library}" for library in libraries),
         ]  # fmt: skip
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise CompilerError(f"{shlex.join(found)} took more than {_TIMEOUT_S} s") from error
-        if result.returncode:
-            said = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines() or ["nothing"]
-            raise CompilerError(f"{shlex.join(found)} ended with status {result.returncode}: {said[0].strip()}")
+        status, stderr = _run(command, Path(directory))
+        if status:
+            said = [line for line in stderr.splitlines() if "error" in line] or stderr.splitlines() or ["nothing"]
+            raise CompilerError(f"{shlex.join(found)} ended with status {status}: {said[0].strip()}")
         if not made.is_file():
             raise CompilerError(f"{shlex.join(found)} ended well but wrote nothing")
         with made.open("ab") as file:
             file.write(hashlib.sha256(made.read_bytes()).digest())  # behind what a loader reads
         os.replace(made, path)
+
+
+def _run(command: Sequence[str], directory: Path) -> tuple[int, str]:
+    """(status, stderr). What the compiler started ends with this call, however that ends; its files go to `directory`."""
+    environment = {**os.environ, "TMPDIR": str(directory)}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            _, stderr = process.communicate(timeout=_TIMEOUT_S)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CompilerError(f"{command[0]} took more than {_TIMEOUT_S} s") from error
+            raise
+    return process.returncode, stderr
 
 
 def is_whole(path: Path) -> bool:

@@ -60,11 +60,16 @@ def test_a_directory_that_is_no_engine_is_not_overwritten(tmp_path: Path) -> Non
     assert names(tmp_path / "photos") == ["cat.png", "manifest.json"]
 
 
-def test_disk_errors_translates_only_disk_errors(tmp_path: Path) -> None:
+def test_disk_errors_translates_only_disk_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutOfDisk, match="is full"), disk_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OutOfDisk, match="is full"), disk_errors(tmp_path):
         raise OSError("180224 requested and 151552 written")  # numpy
+    with monkeypatch.context() as patch:
+        patch.setattr("resource.getrlimit", lambda _: (2_000_000, 2_000_000))
+        for error in (OSError(errno.EFBIG, "File too large"), OSError("problem writing element 8192 to file")):
+            with pytest.raises(OutOfDisk, match=r"larger than the 2.0 MB that this process may write"), disk_errors(tmp_path):
+                raise error
     with pytest.raises(BuildError, match="cannot write"), disk_errors(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system")
     with pytest.raises(FileNotFoundError), disk_errors(tmp_path):

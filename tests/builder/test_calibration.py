@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,25 @@ def test_ranges_are_cached_by_model_and_text(graph: Path, tmp_path: Path, monkey
     assert calibration.collect(graph, data, [], {}).sha256 == ""
 
 
+@pytest.mark.parametrize("damage", ["cut short", "a bit", "no archive"])
+def test_a_damaged_file_of_ranges_is_written_anew(
+    damage: str, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = layer_inputs(ir.load(graph), "int8")[:1]
+    data = calibration_data.CalibrationSet((tuple(prompt(40, 3)),))
+    first = calibration.collect(graph, data, names, {}, model_key="m", num_threads=1)
+    (file,) = (tmp_path / "forgeline" / "calibration").iterdir()
+    good = content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= damage == "a bit"
+    file.write_bytes({"cut short": content[:1000], "a bit": content, "no archive": b"ranges"}[damage])
+    again = calibration.collect(graph, data, names, {}, model_key="m", num_threads=1)
+    np.testing.assert_array_equal(again.stats[names[0]].histogram, first.stats[names[0]].histogram)
+    assert len(file.read_bytes()) == len(good)
+    monkeypatch.setattr(calibration, "observe", lambda *_, **__: pytest.fail("calibrated again"))
+    calibration.collect(graph, data, names, {}, model_key="m", num_threads=1)
+
+
 def write(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
@@ -156,6 +176,9 @@ def test_texts_prompts_and_chats_are_read(tmp_path: Path, tokenizer: Tokenizer) 
     flat = [token for window in plain.windows for token in window]
     assert flat == ids[: len(flat)] and all(len(window) == 64 for window in plain.windows[:-1])
     assert mixed.windows[0] == plain.windows[0]
+    for name in ("b.JSONL", "b.json", "b.ndjson"):
+        assert calibration_data.load(write(tmp_path / name, "\ufeff" + lines), tokenizer, context=64) == mixed
+    assert calibration_data.load(write(tmp_path / "b.txt", "\ufeff" + words), tokenizer, context=64) == plain
     assert len(calibration_data.load(None, tokenizer, samples=3, context=64).windows) == 3
 
 
@@ -171,6 +194,17 @@ def test_texts_prompts_and_chats_are_read(tmp_path: Path, tokenizer: Tokenizer) 
         ("a.jsonl", r'{"text": "\ud800"}', "the calibration data .*a.jsonl cannot be tokenized: .*lone surrogate"),
         ("a.jsonl", '{"texts": "a"}\n', 'line 1 of the calibration data .* has no "text", "prompt" or "messages"'),
         ("a.jsonl", "[1]\n", 'line 1 of the calibration data .* has no "text"'),
+        ("a.jsonl", '{"text": 5}\n', 'line 1 .* has a "text" of type int but it must be a string'),
+        ("a.jsonl", '{"messages": {}}\n', 'line 1 .* has a "messages" of type dict but it must be a list'),
+        ("a.jsonl", '{"messages": []}\n', "line 1 .* cannot be rendered: messages must be a non-empty list"),
+        ("a.jsonl", '\n{"messages": ["a"]}\n', r"line 2 .*: messages\[0\] is of type str but must be an object"),
+        ("a.jsonl", '{"messages": [{"role": 5, "content": "a"}]}', r'messages\[0\] has no "role", a string such as "user"'),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": 7}]}', r'messages\[0\] has no "content", a string or a list'),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": [' + "[" * 99 + "]" * 99 + "]}]}",
+            "nested more than 64 levels deep",
+        ),
     ],
 )
 def test_bad_text_is_refused(name: str, content: str | bytes, message: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -184,6 +218,25 @@ def test_a_missing_file_is_refused_before_anything_runs(tmp_path: Path, capsys: 
     command = ["build", str(TINY_LLAMA), "--output", str(tmp_path / "e"), "--precision", "int8-sq"]
     assert main([*command, "--calibration-data", str(tmp_path / "none.txt")]) == 2
     assert "none.txt cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+def test_what_can_be_refused_without_the_model_is_refused_before_it_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from builder import build
+    from builder.cli import main
+
+    monkeypatch.setattr(build, "_canonical", lambda *_: pytest.fail("exported"))
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path, message in (
+        (tmp_path / "pipe.txt", "pipe.txt is no regular file; give a .txt or .jsonl file"),
+        (Path("/dev/zero"), "/dev/zero is no regular file"),
+        (tmp_path, "is a directory; give a .txt or .jsonl file"),
+        (write(tmp_path / "a.jsonl", "[1]"), "line 1 of the calibration data"),
+    ):
+        command = ["build", str(TINY_LLAMA), "--output", str(tmp_path / "e"), "--precision", "int8-sq"]
+        assert main([*command, "--calibration-data", str(path)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Tokenizer) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,6 +206,24 @@ def test_what_a_compiler_says(body: str, message: str, compiler: Callable[[str],
     with pytest.raises(native.CompilerError, match=message):
         native.compile_library(tmp_path / "made" / "k.so")
     assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_nothing_of_a_compiler_that_is_given_up_goes_on(
+    compiler: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_TIMEOUT_S", 0.5)
+    script = compiler('[ "$1" = --version ] && exit; touch "$TMPDIR/half.s"; sleep 600 & echo $! > "${0%/*}/child"; wait')
+    with pytest.raises(native.CompilerError, match=r"took more than 0.5 s"):
+        native.compile_library(tmp_path / "made" / "k.so")
+    assert list((tmp_path / "made").iterdir()) == []
+    child = int((script.parent / "child").read_text())
+    state = Path(f"/proc/{child}/stat")
+    for _ in range(1000):
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX":  # ended, whoever inherits it
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("what the compiler started goes on")
 
 
 def test_what_a_killed_compilation_left_is_removed_once_nobody_can_be_at_it(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from builder import cli
 from builder.cli import main
 from builder.plan import GIB, GPUS, Shape, decode_floor, kv_bytes_per_token, make_plan, prefill_floor, process_need, weight_bytes
 from plugins.quantized_matmul import native
@@ -183,3 +186,17 @@ def test_a_cache_the_cpu_cannot_store_is_refused_as_by_the_build(tmp_path: Path,
     assert main(["plan", str(tmp_path), "--precision", "int8", "--kv-cache-dtype", "bf16:f8"]) == 2
     assert "the cpu target cannot store the KV cache as bf16:f8" in capsys.readouterr().err
     assert main(["plan", str(tmp_path), "--precision", "int8", "--kv-cache-dtype", "bf16:f8", "--gpu", "h100"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("24GiB", 24 * GIB), ("24G", 24 * GIB), ("24GB", 24 * 10**9), ("1.5gib", 3 * GIB // 2), ("512M", GIB // 2), ("7", 7)],
+)
+def test_sizes_are_read_in_powers_of_1024_and_in_bytes_of_1000(text: str, expected: int) -> None:
+    assert cli._size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1GiB", "", "GiB", "1.G", "1e3", "nan", "1 GiB", "٣G", "0.4"])
+def test_what_is_no_size_is_quoted_as_it_was_typed(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{re.escape(repr(text))} is not a size such as 512M, 1.5GiB or 24GB$"):
+        cli._size(text)
