@@ -26,7 +26,8 @@ _OURS = ("schema_version", "forgeline_version", "plan")  # keys of every manifes
 OTHER_OUTPUT = "choose another --output"
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
-_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written|problem writing element \d+ to file")  # of numpy's tofile, with no errno
+# Of numpy's tofile, with no errno.
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written|problem writing element \d+ to file")
 
 
 @contextlib.contextmanager
