@@ -3,9 +3,10 @@
     python bench/soak.py [--engine DIR] [--requests 10000] [--concurrency 16]
 
 Memory: a line through the resident set over the second half of the requests, with the 95 % confidence interval of its slope, from
-means of ten parts, since neighbouring samples of a set that grows by pages are not independent. What an engine takes once is not
-growth: a step of every length is run first, since each has kernels of its own, and the metrics are read with each sample, as a
-monitor does, since between two readings they keep up to 2,000 steps. Latency: medians of the first and the last thousand. The
+means of ten parts, since neighbouring samples of a set that grows by pages are not independent. Fewer than 16 pages in all are
+within noise too: the smallest leak, one Python object per request, takes some 40 in 5,000 requests. What an engine takes once is
+not growth: a step of every length is run first, since each has kernels of its own, and the metrics are read with each sample, as
+a monitor does, since between two readings they keep up to 2,000 steps. Latency: medians of the first and the last thousand. The
 client keeps two numbers per request, in arrays that are resident from the start.
 """
 
@@ -28,12 +29,14 @@ from runtime.request import FinishReason, SamplingParams
 
 Floats = npt.NDArray[np.float64]
 SAMPLES = 200  # of the resident set
+PAGE = os.sysconf("SC_PAGE_SIZE")
+FEW_PAGES = 16
 PARTS, STUDENT_95 = 10, 2.306  # the quantile for PARTS - 2 degrees of freedom
 
 
 def resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(file.read().split()[1]) * PAGE
 
 
 def slope(x: Floats, y: Floats) -> tuple[float, float]:
@@ -110,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         left = engine.stats()
     late = counts > counts[-1] / 2
     growth, interval = slope(counts[late], resident[late])
+    pages = growth * np.ptp(counts[late]) / PAGE
     part = max(1, min(1000, options.requests // 3))
     first, last = np.median(latency[:part]), np.median(latency[-part:])
     finish(
@@ -128,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         },
         growth_bytes_per_request=round(growth, 1),
         growth_interval_95=round(interval, 1),
-        growth_within_noise=bool(growth - interval <= 0),
+        growth_pages=round(float(pages), 1),
+        growth_within_noise=bool(growth - interval <= 0 or pages < FEW_PAGES),
         latency_ms={
             "first": round(1e3 * float(first), 3),
             "last": round(1e3 * float(last), 3),
