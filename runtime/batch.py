@@ -38,7 +38,10 @@ class ScheduledBatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Arrays for one `Executor.execute`, valid until the next call of `BatchBuilder.build`."""
+    """Arrays for one `Executor.execute`, valid until the next call of `BatchBuilder.build`.
+
+    One that cannot be written to keeps its values for good, so an executor that meets it again need not copy it again.
+    """
 
     input_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
@@ -50,7 +53,8 @@ class StepInputs:
 
 
 class BatchBuilder:
-    """Keeps what does not change from step to step: a row whose block table only grew costs its new blocks, not its length.
+    """Keeps what does not change from step to step: a row whose block table only grew costs its new blocks, not its length, and
+    arrays that came out as in the step before are those of the step before.
 
     Relies on `Request.block_table` being a new list whenever it does anything but grow.
     """
@@ -63,6 +67,8 @@ class BatchBuilder:
         self._table = np.zeros((1, 1), np.int32)
         self._sources: list[list[int]] = []  # the list each row of _table was filled from …
         self._lengths: list[int] = []  # … and how much of it
+        self._built_table = np.zeros((0, 0), np.int32)
+        self._built: dict[str, tuple[list[int], npt.NDArray]] = {}
 
     def build(self, batch: ScheduledBatch) -> StepInputs:
         """The inputs of a batch that has at least one row."""
@@ -71,7 +77,7 @@ class BatchBuilder:
         if total > len(self._ids):  # a whole prompt past the budget, with chunked prefill off
             self._ids, self._positions = np.empty(total, np.int64), np.empty(total, np.int64)
             self._slots = np.empty(total, np.int32)
-        self._fill_table([request.block_table for request in batch.requests])
+        filled = self._fill_table([request.block_table for request in batch.requests])
         starts, seq_lens, sampling = [0], [], []
         ids: list[int] = []  # of the run of single-token rows that ends at the current one
         positions: list[int] = []
@@ -96,16 +102,28 @@ class BatchBuilder:
             if first + count == request.num_tokens:
                 sampling.append(end - 1)
         self._write_run(end, ids, positions, slots)
-        rows, width = len(batch.requests), max(self._lengths[: len(batch.requests)])
+        shape = rows, width = len(batch.requests), max(self._lengths[: len(batch.requests)])
+        if filled or self._built_table.shape != shape:
+            self._built_table = self._table[:rows, :width].copy()
+            self._built_table.flags.writeable = False
         return StepInputs(
             input_ids=self._ids[:total],
             positions=self._positions[:total],
             slot_mapping=self._slots[:total],
-            block_table=np.ascontiguousarray(self._table[:rows, :width]),
-            query_start_loc=np.array(starts, np.int32),
+            block_table=self._built_table,
+            query_start_loc=self._array("query_start_loc", starts, np.int32),
             seq_lens=np.array(seq_lens, np.int32),
-            logits_indices=np.array(sampling, np.int64),
+            logits_indices=self._array("logits_indices", sampling, np.int64),
         )
+
+    def _array(self, name: str, values: list[int], dtype: type[np.integer]) -> npt.NDArray:
+        """The array that was made of these values in the step before, or a new one."""
+        before, array = self._built.get(name, (None, None))
+        if array is None or before != values:
+            array = np.array(values, dtype)
+            array.flags.writeable = False
+            self._built[name] = values, array
+        return array
 
     def _write_run(self, end: int, ids: list[int], positions: list[int], slots: list[int]) -> None:
         """Write the collected single-token rows, which end before index `end`, and empty the lists."""
@@ -116,7 +134,9 @@ class BatchBuilder:
             positions.clear()
             slots.clear()
 
-    def _fill_table(self, tables: Sequence[list[int]]) -> None:
+    def _fill_table(self, tables: Sequence[list[int]]) -> bool:
+        """Whether anything was written."""
+        written = False
         rows, width = len(tables), max(map(len, tables))
         if rows > self._table.shape[0] or width > self._table.shape[1]:
             grown = np.zeros((max(rows, self._table.shape[0]), max(2 * width, self._table.shape[1])), np.int32)
@@ -131,8 +151,11 @@ class BatchBuilder:
             if self._sources[row] is blocks and length >= filled:
                 if length > filled:
                     self._table[row, filled:length] = blocks[filled:]
+                    written = True
             else:
                 self._table[row, :length] = blocks
                 self._table[row, length:filled] = 0
                 self._sources[row] = blocks
+                written = True
             self._lengths[row] = length
+        return written

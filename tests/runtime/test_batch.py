@@ -101,6 +101,25 @@ def test_a_growing_table_costs_its_new_blocks_only():
     assert request.block_table.touched == 2  # the new block, and the one the token is written to
 
 
+def test_arrays_that_come_out_as_before_are_those_of_the_step_before():
+    builder = BatchBuilder(2, 8)
+    first, second = at(make_request("first", range(9)), 3, [4, 5]), at(make_request("second", range(9)), 4, [1, 2, 3])
+    batch = ScheduledBatch((first, second), (1, 1))
+    before = builder.build(batch)
+    second.num_computed_tokens = 5
+    after = builder.build(batch)
+    for name in ("block_table", "query_start_loc", "logits_indices"):
+        assert getattr(after, name) is getattr(before, name)
+        assert not getattr(after, name).flags.writeable
+    assert after.positions.tolist() == [3, 5] and after.seq_lens.tolist() == [4, 6]
+    first.block_table.append(6)
+    grown = builder.build(ScheduledBatch((first, second), (2, 1)))
+    assert before.block_table.tolist() == [[4, 5, 0], [1, 2, 3]]
+    assert_equal(grown, block_table=[[4, 5, 6], [1, 2, 3]], query_start_loc=[0, 2, 3], logits_indices=[])
+    alone = builder.build(ScheduledBatch((second,), (1,)))
+    assert_equal(alone, block_table=[[1, 2, 3]], query_start_loc=[0, 1])
+
+
 def test_a_kept_builder_gives_what_a_fresh_one_gives():
     rng = random.Random(0)
     kept = BatchBuilder(4, 8)

@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 from cpu_engines import Built, Sequences, build, prompt
 
+from runtime.batch import StepInputs
 from runtime.contract import load_manifest
 from runtime.errors import EngineError, ManifestMismatch
 from runtime.executors.base import StepOutput
 from runtime.executors.openvino import OpenVINOExecutor
 
 LONG = prompt(70, 1)  # three blocks
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,25 @@ def test_only_an_engine_with_kernels_of_its_own_draws_with_one(
     one, rows = np.ones(2), np.array([1, 0])
     drawn = output.choose(output.logits, rows, output.logits.max(axis=1)[rows], one, np.array([1, 1]), one, 0 * one, one / 2)
     assert drawn.tolist() == output.next_token[rows].tolist()
+
+
+def test_arrays_that_were_changed_are_read_again_and_those_that_cannot_be_are_not_copied_again(
+    engine: Callable[..., Built],
+) -> None:
+    executor = engine("llama").executor()
+    ids, table = np.array([5, 6, 7], np.int64), np.array([[3]], np.int32)
+    table.flags.writeable = False
+    inputs = StepInputs(ids, np.arange(3), np.arange(96, 99, dtype=np.int32), table, ints(0, 3), ints(3), np.array([2]))
+    first = executor.execute(inputs).logits.copy()
+    ids[2] = 9
+    second = executor.execute(inputs).logits.copy()
+    assert not np.array_equal(first, second)
+    ids[2] = 7
+    fed = executor._fed["block_table"]
+    assert np.array_equal(executor.execute(inputs).logits, first)
+    assert executor._fed["block_table"] is fed
+    other = dataclasses.replace(inputs, slot_mapping=inputs.slot_mapping + 32, block_table=np.array([[4]], np.int32))
+    assert np.array_equal(executor.execute(other).logits, first)
 
 
 @pytest.mark.parametrize("key", [("llama", "fp32", "f32"), ("llama", "int8", "u8"), ("gemma2", "fp32", "f32")])
