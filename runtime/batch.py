@@ -101,15 +101,19 @@ class BatchBuilder:
             seq_lens.append(first + count)
             if first + count == request.num_tokens:
                 sampling.append(end - 1)
-        self._write_run(end, ids, positions, slots)
+        if len(ids) == total:  # made anew: to write into arrays, numpy gives the interpreter's lock to the output thread
+            input_ids, at, slot_mapping = np.array(ids, np.int64), np.array(positions, np.int64), np.array(slots, np.int32)
+        else:
+            self._write_run(end, ids, positions, slots)
+            input_ids, at, slot_mapping = self._ids[:total], self._positions[:total], self._slots[:total]
         shape = rows, width = len(batch.requests), max(self._lengths[: len(batch.requests)])
         if filled or self._built_table.shape != shape:
             self._built_table = self._table[:rows, :width].copy()
             self._built_table.flags.writeable = False
         return StepInputs(
-            input_ids=self._ids[:total],
-            positions=self._positions[:total],
-            slot_mapping=self._slots[:total],
+            input_ids=input_ids,
+            positions=at,
+            slot_mapping=slot_mapping,
             block_table=self._built_table,
             query_start_loc=self._array("query_start_loc", starts, np.int32),
             seq_lens=np.array(seq_lens, np.int32),

@@ -19,6 +19,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
@@ -103,8 +104,9 @@ class OpenVINOExecutor:
         last, tensor = self._fed.get(name, (None, None))
         if values is last and not values.flags.writeable:  # BatchBuilder repeats an array that has not changed
             return
-        if tensor is not None and tensor.shape == values.shape:
-            tensor[...] = values
+        if tensor is not None and tensor.shape == values.shape and tensor.dtype == values.dtype:
+            if values.size:  # not by numpy, which gives the interpreter's lock to the output thread even to copy a number
+                tensor.data.cast("B")[:] = np.ascontiguousarray(values).data.cast("B")
         else:
             tensor = values.copy()
             self._request.set_tensor(name, ov.Tensor(tensor, shared_memory=True))
