@@ -73,7 +73,8 @@ struct Buffers {
     void at_least(int64_t width) {
         const size_t size = size_t(width) + LANES;
         if (ids.size() >= size) return;
-        distances.resize(size), weights.resize(size), ids.resize(size), bins.resize(size);
+        distances.resize(size), weights.resize(size), bins.resize(size);
+        ids.resize(size);  // last: there is memory for all
     }
 };
 
@@ -127,7 +128,7 @@ private:
         for (int64_t i = 0; i < GROUP; ++i) running[i] = sum += double(weights[i]);
         // The group's sum was rounded differently: the target stays inside it.
         const double rest = std::min(target - (group ? sums[group - 1] : 0), below(sum));
-        return begin + (std::upper_bound(running, running + GROUP, rest) - running);
+        return std::min(begin + (std::upper_bound(running, running + GROUP, rest) - running), m_width - 1);
     }
 
     // By top-k or min-p, after which few tokens are left: these are sorted.
