@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import tiny_models
 from cpu_engines import Sequences
 from test_quantized_formats import AWQ, FP8, GPTQ, backwards
 
-from builder.build import _canonical, build
+from builder.build import STAGES, _canonical, build
 from builder.checkpoint import load_checkpoint, source_sha256
 from builder.config import BuildConfig
 from builder.quantize import quantize
@@ -23,6 +24,7 @@ from builder.quantize.kept import keep, stored_limits
 from builder.quantize.weights import find_weights
 from builder.quantized.grid import Grid, Origin
 from builder.report import summary
+from builder.stages import Stages
 from builder.targets import tensorrt_quantize
 from runtime.contract import load_manifest
 from runtime.errors import CorruptCheckpoint
@@ -135,7 +137,8 @@ def canonical(stored: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     def get(name: str) -> Path:
         source = str(stored(name))
         staging = tmp_path_factory.mktemp("staging")
-        return _canonical(source, source_sha256(source), BuildConfig(source, staging / "engine"), staging)
+        with contextlib.closing(Stages(STAGES, quiet=True)) as stages:
+            return _canonical(source, source_sha256(source), BuildConfig(source, staging / "engine"), staging, stages)
 
     return get
 
