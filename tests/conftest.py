@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,17 @@ class Exported:
 def one_library_of_kernels() -> None:
     """Tests with caches of their own, and the processes they start, do not compile the CPU kernels again."""
     os.environ.setdefault("FORGELINE_KERNELS", str(cache_root() / "kernels"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_of_earlier_runs_are_not_copied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a build does and says must not depend on whether these tests have run here before."""
+    from builder import cache
+
+    users, own, place = cache._engines(), tmp_path_factory.mktemp("built"), cache._engines
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "_engines", lambda: own if place() == users else place())
+        yield
 
 
 @pytest.fixture(scope="session")
